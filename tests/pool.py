@@ -92,7 +92,7 @@ def _serve(rank: int, world: int, backend: str, store: str, pipe: Any) -> None:
         )
         import shardtensor
 
-        shardtensor.set_reduce_ahead(False)  # tests count what each op sends; test_ahead.py switches it on
+        shardtensor.set_reduce_ahead(False)  # tests count what each op sends; test_eager_scalar_reduce.py switches it on
         pipe.send(("ready", None))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))

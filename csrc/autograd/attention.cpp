@@ -47,7 +47,7 @@ std::tuple<at::Tensor, at::Tensor> attention_math(
 // ---- which layouts a cut sequence gets ----
 
 // The layouts that queries, keys and values are moved to.
-struct Places {
+struct AttentionLayouts {
   LayoutPtr query, key, value;
   const char* why;
 };
@@ -63,17 +63,17 @@ constexpr double kFlopsPerByte = 64;
 
 // Decides for one call. If sizes are symbols of a graph, which have no costs, the decision depends on the number of heads, and
 // on whether there are so few queries that all ranks' results are smaller than one rank's keys.
-class Placing {
+class AttentionPlanner {
  public:
-  Placing(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool causal)
+  AttentionPlanner(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool causal)
       : query_(query), key_(key), value_(value), causal_(causal), sequence_(query.dim() - 2) {}
 
   // Nothing if the tensors stay where they are: then keys and queries travel piece by piece (rules/ops/ring.h).
-  std::optional<Places> decide() const {
+  std::optional<AttentionLayouts> decide() const {
     if (!any_cut()) {
       return std::nullopt;
     }
-    const Places stay{
+    const AttentionLayouts stay{
         as_shard_tensor(query_)->layout_ptr(), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), ""};
     const bool travels = query_.dim() == 4 && rules::cut_together(layout(query_), layout(key_), layout(value_), sequence_);
     if (has_symbols(query_) || has_symbols(key_) || has_symbols(value_)) {
@@ -83,11 +83,11 @@ class Placing {
       if (auto places = spread(sequence_ - 1)) {
         return places;
       }
-      return travels ? stay : Places{stay.query, whole(key_), whole(value_), kNoPieces};
+      return travels ? stay : AttentionLayouts{stay.query, whole(key_), whole(value_), kNoPieces};
     }
-    std::optional<Places> best;
+    std::optional<AttentionLayouts> best;
     double least = std::numeric_limits<double>::infinity();
-    const auto offer = [&](std::optional<Places> places, double cost) {
+    const auto offer = [&](std::optional<AttentionLayouts> places, double cost) {
       if (places && cost < least) {
         least = cost;
         best = std::move(places);
@@ -99,7 +99,7 @@ class Placing {
       offer(std::move(places), cost);
     }
     const auto gathered = whole(key_), with = whole(value_);
-    offer(Places{stay.query, gathered, with, kCheaperWhole}, cost_of_gathering());
+    offer(AttentionLayouts{stay.query, gathered, with, kCheaperWhole}, cost_of_gathering());
     if (travels) {
       offer(stay, cost_of_ring());
     }
@@ -125,22 +125,23 @@ class Placing {
   }
 
   // All three cut along dim d instead of the sequence; nothing if there are too few indices, so that some ranks would be idle.
-  std::optional<Places> spread(int64_t d) const {
+  std::optional<AttentionLayouts> spread(int64_t d) const {
     const auto count = key_.sym_size(d), more = query_.sym_size(d);
     if (count == 0 || (more != count && more % count != 0) || value_.sym_size(d) != count) {
       return std::nullopt; // broadcast
     }
-    Places out{along(query_, d, count), along(key_, d, count), along(value_, d, count), kWholeSequences};
+    AttentionLayouts out{along(query_, d, count), along(key_, d, count), along(value_, d, count), kWholeSequences};
     return divides_evenly(count, *out.key, d) || imbalance(*out.key, d, count.guard_int(__FILE__, __LINE__)) <= 1.5
                ? std::optional(out)
                : std::nullopt;
   }
 
   // Queries whole along the mesh dims that cut the keys; the ranks' results are merged (rules/ops/attention.cpp).
-  std::optional<Places> merging() const {
+  std::optional<AttentionLayouts> merging() const {
     auto queries = layout(query_).with_where(
         [&](int64_t m) { return layout(key_).placement(m).is_shard(sequence_); }, Placement::replicate());
-    Places out{std::move(queries), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), kOwnKeys};
+    AttentionLayouts out{
+        std::move(queries), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), kOwnKeys};
     const bool fits = query_.dim() == 4 && !causal_ && rules::keys_cut_alone(*out.query, *out.key, *out.value, sequence_);
     return fits ? std::optional(out) : std::nullopt;
   }
@@ -217,7 +218,7 @@ class Placing {
   }
 
   // Every tensor that moves in the forward moves back in the backward.
-  double cost_of_spreading(const Places& to, int64_t d) const {
+  double cost_of_spreading(const AttentionLayouts& to, int64_t d) const {
     const auto moves =
         cost(layout(query_), *to.query, bytes(query_)) + cost(layout(key_), *to.key, bytes(key_)) +
         cost(layout(value_), *to.value, bytes(value_)) +
@@ -253,7 +254,7 @@ class Placing {
   }
 
   // Each rank's results are gathered, and the queries' gradients added up.
-  double cost_of_merging(const Places& to) const {
+  double cost_of_merging(const AttentionLayouts& to) const {
     double held = bytes(query_), made = bytes(query_) / std::max<double>(extent(query_, -1), 1) * (extent(value_, -1) + 1);
     int64_t ranks = 1;
     for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
@@ -293,7 +294,7 @@ thread_local std::unordered_set<int64_t> t_told; // layouts of keys
 thread_local int64_t t_told_since = -1;
 
 // Tells observers of a gather, once per layout on this thread, as other ops do once per solution.
-void tell_if_gathered(const at::Tensor& key, const Places& places) {
+void tell_if_gathered(const at::Tensor& key, const AttentionLayouts& places) {
   const auto& have = as_shard_tensor(key)->layout();
   if (places.key->shards(key.dim() - 2) || &have == places.key.get() || places.why == kWholeSequences) {
     return;
@@ -347,7 +348,7 @@ at::Tensor attention(
   const auto seen = placed && is_causal ? count_of_seen(query, key, value) : std::nullopt;
   const auto seen_keys = seen ? key.narrow_symint(-2, 0, *seen) : key,
              seen_values = seen ? value.narrow_symint(-2, 0, *seen) : value;
-  const auto places = placed ? Placing(query, seen_keys, seen_values, is_causal).decide() : std::nullopt;
+  const auto places = placed ? AttentionPlanner(query, seen_keys, seen_values, is_causal).decide() : std::nullopt;
   if (!places) {
     return whole_sequences(query, seen_keys, seen_values);
   }

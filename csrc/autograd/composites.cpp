@@ -2,9 +2,9 @@
 // lacks an argument that we need (embedding, mean); and ops whose formula asks what the kernel has found (det).
 #include "autograd/formula.h"
 #include "autograd/functions.h"
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "dispatch/op.h"
-#include "dispatch/plain.h"
+#include "dispatch/plain_tensors.h"
 #include "dispatch/typed.h"
 #include "tensor/shard_tensor.h"
 
@@ -233,7 +233,7 @@ at::Tensor linear(
     const at::Tensor& weight,
     const std::optional<at::Tensor>& bias_) {
   const auto bias = bias_ && bias_->defined() ? *bias_ : at::Tensor();
-  if (wants_entrance(x) || wants_entrance(weight) || wants_entrance(bias)) {
+  if (needs_promotion(x) || needs_promotion(weight) || needs_promotion(bias)) {
     torch::jit::Stack in{x, weight, bias_};
     if (enter_plain(op, in, 0, collect(op, in, 0))) {
       return at::linear(in[0].toTensor(), in[1].toTensor(), in[2].toOptional<at::Tensor>());
@@ -266,7 +266,7 @@ at::Tensor linear(
 }
 
 at::Tensor matmul(const Op& op, c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
-  if (wants_entrance(self) || wants_entrance(other)) {
+  if (needs_promotion(self) || needs_promotion(other)) {
     torch::jit::Stack in{self, other};
     if (enter_plain(op, in, 0, collect(op, in, 0))) {
       return at::matmul(in[0].toTensor(), in[1].toTensor());
@@ -303,7 +303,7 @@ at::Tensor embedding(
     c10::SymInt padding_idx,
     bool scale_grad_by_freq,
     bool sparse) {
-  if (wants_entrance(weight)) {
+  if (needs_promotion(weight)) {
     torch::jit::Stack in{weight, indices, padding_idx, scale_grad_by_freq, sparse};
     if (enter_plain(op, in, 0, collect(op, in, 0))) {
       return at::embedding_symint(in[0].toTensor(), indices, padding_idx, scale_grad_by_freq, sparse);
@@ -426,7 +426,7 @@ at::Tensor max_pool1d(
 std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& sections, int64_t dim) {
   const auto* impl = as_shard_tensor(sections);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !impl || impl->layout().mesh().has_me(), "aten::tensor_split.tensor_indices_or_sections: rank ",
+      !impl || impl->layout().mesh().has_this_rank(), "aten::tensor_split.tensor_indices_or_sections: rank ",
       impl->layout().mesh().rank(), " is not in ", impl->layout().mesh().str(),
       ", so it does not have the values that the sizes of the results depend on; call this only on that mesh's ranks, or pass "
       "the indices as a list of numbers");
@@ -443,7 +443,7 @@ at::Tensor combinations(const at::Tensor& self, int64_t r, bool with_replacement
   const auto numbers =
       at::arange(self.sym_size(0).guard_int(__FILE__, __LINE__), at::TensorOptions(self.device()).dtype(at::kLong));
   const auto rows = at::combinations(numbers, r, with_replacement);
-  const AsReplicated all_ranks_alike;
+  const AsReplicatedGuard all_ranks_alike;
   return at::index(self, {rows});
 }
 
@@ -534,7 +534,7 @@ at::Tensor quantiles(
   TORCH_CHECK(self.scalar_type() == q.scalar_type(), name, "() q tensor must be same dtype as the input tensor");
   const auto& ours = shard_tensor(q, name);
   TORCH_CHECK(
-      !q.device().is_cpu() || is_traced(ours.local()) || !ours.layout().mesh().has_me() ||
+      !q.device().is_cpu() || is_traced(ours.local()) || !ours.layout().mesh().has_this_rank() ||
           q.ge(0).logical_and(q.le(1)).all().item<bool>(),
       name, "() q values must be in the range [0, 1]");
   const auto along = dim ? at::maybe_wrap_dim(*dim, self.dim()) : 0;
@@ -633,7 +633,7 @@ at::Tensor smoothed(
 
 // While this lives, plain targets and weights are taken as replicated, if they are allowed.
 struct PlainTargets {
-  std::optional<AsReplicated> taken;
+  std::optional<AsReplicatedGuard> taken;
   PlainTargets() {
     if (kPlainTargets.get() == 1) {
       taken.emplace();

@@ -56,7 +56,7 @@ std::optional<Equation> parse(c10::string_view given) {
 }
 
 // One operand.
-struct Term {
+struct EinsumOperand {
   Tensor t;
   std::string letters;
 
@@ -130,7 +130,7 @@ Tensor einsum(c10::string_view text, at::TensorList operands, at::OptionalIntArr
       operands[1].dim() != static_cast<int64_t>(e->right.size())) {
     return by_torch();
   }
-  const Term left{operands[0], e->left}, right{operands[1], e->right};
+  const EinsumOperand left{operands[0], e->left}, right{operands[1], e->right};
   const auto g = groups_of(*e);
   const auto is_cut = [&](char c) { return left.cuts(c) || right.cuts(c); };
   const auto loses = [&](const std::string& group) {

@@ -1,4 +1,4 @@
-// From a kernel to the formula that the entry of its op names (rules/formulas.h). Uses dispatch/op.h.
+// Makes a Formula, which an op's entry names (rules/formulas.h), from a kernel. Uses dispatch/op.h.
 #pragma once
 
 #include "dispatch/op.h"
@@ -20,7 +20,7 @@ struct FormulaOf<kernel, Result (*)(Args...)> {
   }
 };
 
-// The kernel gets its op before the arguments.
+// For a typed kernel, which gets its op before the arguments.
 template <auto kernel, typename Result, typename... Args>
 struct FormulaOf<kernel, Result (*)(const Op&, Args...)> {
   static torch::CppFunction make(const Op& op) {
@@ -28,7 +28,7 @@ struct FormulaOf<kernel, Result (*)(const Op&, Args...)> {
   }
 };
 
-// A boxed kernel.
+// For a boxed kernel.
 template <auto kernel>
 struct FormulaOf<kernel, void (*)(const Op&, c10::DispatchKeySet, torch::jit::Stack*)> {
   static torch::CppFunction make(const Op& op) {

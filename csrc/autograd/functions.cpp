@@ -15,19 +15,19 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct Held final : torch::CustomClassHolder {
-  explicit Held(std::vector<LayoutPtr> l) : layouts(std::move(l)) {}
+struct LayoutHolder final : torch::CustomClassHolder {
+  explicit LayoutHolder(std::vector<LayoutPtr> l) : layouts(std::move(l)) {}
   std::vector<LayoutPtr> layouts;
 };
 
 c10::IValue hold(std::vector<LayoutPtr> layouts) {
-  return c10::IValue::make_capsule(c10::make_intrusive<Held>(std::move(layouts)));
+  return c10::IValue::make_capsule(c10::make_intrusive<LayoutHolder>(std::move(layouts)));
 }
 c10::IValue hold(LayoutPtr layout) {
   return hold(std::vector<LayoutPtr>{std::move(layout)});
 }
 const std::vector<LayoutPtr>& held_all(const c10::IValue& value) {
-  return c10::static_intrusive_pointer_cast<Held>(value.toCapsule())->layouts;
+  return c10::static_intrusive_pointer_cast<LayoutHolder>(value.toCapsule())->layouts;
 }
 const LayoutPtr& held(const c10::IValue& value) {
   return held_all(value)[0];
@@ -243,7 +243,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
   }
 };
 
-struct WithShardedGradient : torch::autograd::Function<WithShardedGradient> {
+struct ShardedGradient : torch::autograd::Function<ShardedGradient> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t) {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({t});
@@ -270,14 +270,15 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     if (grad.defined()) {
       const auto sizes = symbols_of(ctx->saved_data["sizes"]), strides = symbols_of(ctx->saved_data["strides"]);
       const auto& layout = held(ctx->saved_data["grad_layout"]);
-      if (const auto numbers = c10::asIntArrayRefSlowOpt(sizes); numbers && !is_symbolic(grad) && layout->mesh().has_me()) {
+      if (const auto numbers = c10::asIntArrayRefSlowOpt(sizes);
+          numbers && !is_symbolic(grad) && layout->mesh().has_this_rank()) {
         const auto want = layout->local_sizes(*numbers);
         TORCH_CHECK(
             grad.sizes() == c10::IntArrayRef(want), "to_local: the gradient on rank ", layout->mesh().rank(), " has sizes ",
             grad.sizes(), ", but under ", layout->str(), " a tensor of sizes ", *numbers, " has ", c10::IntArrayRef(want),
             " there; pass grad_placements that fit");
         if (const auto order = c10::asIntArrayRefSlowOpt(strides)) {
-          grad = laid(std::move(grad), *order);
+          grad = in_dim_order(std::move(grad), *order);
         }
       }
       grad = from_local(grad, layout, sizes, strides);
@@ -289,7 +290,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
 } // namespace
 
 at::Tensor with_sharded_gradient(const at::Tensor& t) {
-  return WithShardedGradient::apply(t);
+  return ShardedGradient::apply(t);
 }
 
 at::Tensor from_local(
@@ -297,7 +298,7 @@ at::Tensor from_local(
   if (!local.requires_grad() || !at::GradMode::is_enabled()) {
     return made(local, layout, sizes, strides);
   }
-  if (const auto m = entangled(*layout); m >= 0 && !grad_layout && layout->mesh().has_me()) {
+  if (const auto m = entangled(*layout); m >= 0 && !grad_layout && layout->mesh().has_this_rank()) {
     return reduced_over_ranks(local, layout, sizes, m);
   }
   auto told = grad_layout ? hold(std::move(grad_layout)) : c10::IValue();
@@ -363,7 +364,7 @@ at::Tensor redistribute(
       at::TensorList(t), hold(std::move(layout)), value_of(forward_dtype), value_of(backward_dtype), async)[0];
 }
 
-at::Tensor redistribute_for(const Cause& cause, const at::Tensor& t, LayoutPtr layout) {
+at::Tensor redistribute_for(const MoveCause& cause, const at::Tensor& t, LayoutPtr layout) {
   const auto& have = shard_tensor(t, "redistribute").layout();
   if (&have != layout.get()) {
     tell_watcher(cause, have, *layout, t.sym_sizes(), t.element_size());
@@ -379,12 +380,12 @@ std::vector<at::Tensor> redistribute_all(
     bool async) {
   TORCH_CHECK_VALUE(tensors.size() == layouts.size(), "redistribute: ", tensors.size(), " tensors, ", layouts.size(), " layouts");
   std::vector<at::Tensor> out(tensors.size());
-  struct Part {
+  struct MoveGroup {
     std::vector<at::Tensor> tensors;
     std::vector<LayoutPtr> layouts;
     std::vector<size_t> index;
   };
-  Part moving;
+  MoveGroup moving;
   bool records = false;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& t = tensors[i];

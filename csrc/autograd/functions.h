@@ -3,7 +3,7 @@
 
 #include "layout/layout.h"
 #include "redistribute/watch.h"
-#include "tensor/sums.h"
+#include "tensor/reduced_partials.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -43,7 +43,7 @@ at::Tensor redistribute(
     bool async = false);
 
 // The same if the user did not ask for it: observers hear of it.
-at::Tensor redistribute_for(const Cause& cause, const at::Tensor& t, LayoutPtr layout);
+at::Tensor redistribute_for(const MoveCause& cause, const at::Tensor& t, LayoutPtr layout);
 
 // Several at once, in grouped collectives (redistribute/redistribute.h).
 std::vector<at::Tensor> redistribute_all(

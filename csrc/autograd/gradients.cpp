@@ -18,9 +18,9 @@
 #include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "dispatch/call.h"
-#include "dispatch/plain.h"
+#include "dispatch/plain_tensors.h"
 #include "dispatch/typed.h"
-#include "tensor/sums.h"
+#include "tensor/reduced_partials.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ops/add_ops.h>
@@ -80,7 +80,7 @@ LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
   return accumulate ? wanted_by(accumulate->variable, grad) : nullptr;
 }
 
-constexpr Cause kLeaf{"AccumulateGrad", "gradient", "its leaf has these cuts"};
+constexpr MoveCause kLeaf{"AccumulateGrad", "gradient", "its leaf has these cuts"};
 
 at::Tensor detach(c10::DispatchKeySet keys, const at::Tensor& self) {
   if (const auto layout = wanted_by_leaf(self)) {
@@ -146,7 +146,8 @@ at::Tensor new_empty_strided(
     const auto sizes = C10_AS_INTARRAYREF_SLOW(size), strides = C10_AS_INTARRAYREF_SLOW(stride);
     const auto options = shard_tensor(like, "the gradient").local().options();
     return wrap(
-        laid(at::empty(in->local_sizes(sizes), options.dtype(dtype.value_or(like.scalar_type()))), strides), in, sizes, strides);
+        in_dim_order(at::empty(in->local_sizes(sizes), options.dtype(dtype.value_or(like.scalar_type()))), strides), in, sizes,
+        strides);
   };
   if (const auto in = wanted_by_leaf(self)) {
     return empty(self, in);
@@ -185,20 +186,20 @@ at::Tensor with_cuts_of(const at::Tensor& leaf, const at::Tensor& grad) {
 
 namespace {
 
-struct Operand {
+struct OperandShape {
   LayoutPtr layout; // null if it is no ShardTensor
   Sizes sizes;
 };
 
-at::Tensor zeros_like(const Operand& operand, const at::Tensor& plain) {
-  const auto local =
-      operand.layout->mesh().has_me() ? operand.layout->local_sizes(operand.sizes) : Sizes(operand.sizes.empty() ? 0 : 1, 0);
+at::Tensor zeros_like(const OperandShape& operand, const at::Tensor& plain) {
+  const auto local = operand.layout->mesh().has_this_rank() ? operand.layout->local_sizes(operand.sizes)
+                                                            : Sizes(operand.sizes.empty() ? 0 : 1, 0);
   return wrap(at::zeros(local, plain.options()), operand.layout, operand.sizes, c10::contiguous_strides(operand.sizes));
 }
 
-class MakesShardTensors final : public torch::autograd::FunctionPostHook {
+class MakeShardTensorsHook final : public torch::autograd::FunctionPostHook {
  public:
-  explicit MakesShardTensors(std::vector<Operand> operands) : operands_(std::move(operands)) {}
+  explicit MakeShardTensorsHook(std::vector<OperandShape> operands) : operands_(std::move(operands)) {}
 
   torch::autograd::variable_list operator()(
       const torch::autograd::variable_list& gradients, const torch::autograd::variable_list&) override {
@@ -213,26 +214,27 @@ class MakesShardTensors final : public torch::autograd::FunctionPostHook {
   }
 
  private:
-  std::vector<Operand> operands_;
+  std::vector<OperandShape> operands_;
 };
 
 void with_zeros(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  std::vector<Operand> operands;
+  std::vector<OperandShape> operands;
   if (at::GradMode::is_enabled()) {
     for (const auto& value : torch::jit::last(*stack, op.kinds.size())) {
       if (value.isTensor()) {
         const auto& t = value.toTensor();
         const auto* impl = t.defined() ? as_shard_tensor(t) : nullptr;
         operands.push_back(
-            impl && !impl->is_symbolic() ? Operand{without_partial(impl->layout_ptr()), Sizes(t.sizes().begin(), t.sizes().end())}
-                                         : Operand{});
+            impl && !impl->is_symbolic()
+                ? OperandShape{without_partial(impl->layout_ptr()), Sizes(t.sizes().begin(), t.sizes().end())}
+                : OperandShape{});
       }
     }
   }
   record(op, keys, stack);
   const auto& result = stack->back().toTensor();
   if (!operands.empty() && result.grad_fn()) {
-    result.grad_fn()->add_post_hook(std::make_unique<MakesShardTensors>(std::move(operands)));
+    result.grad_fn()->add_post_hook(std::make_unique<MakeShardTensorsHook>(std::move(operands)));
   }
 }
 

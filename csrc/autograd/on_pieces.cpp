@@ -2,10 +2,10 @@
 // tensors or reads values, which ShardTensors do not allow. The ops write no argument and return no view.
 #include "autograd/formula.h"
 #include "autograd/functions.h"
-#include "dispatch/ask.h"
 #include "dispatch/call.h"
-#include "dispatch/plain.h"
-#include "dispatch/wrap.h"
+#include "dispatch/meta_probe.h"
+#include "dispatch/outputs.h"
+#include "dispatch/plain_tensors.h"
 
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -32,7 +32,7 @@ LayoutPtr layout_of_gradient(const LayoutPtr& layout, const Solution& solution) 
 }
 
 // Some of torch's formulas give no gradient for empty tensors, but the other ranks have one.
-struct WithGradient : torch::autograd::Function<WithGradient> {
+struct EnsureGradient : torch::autograd::Function<EnsureGradient> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& t) {
     return t.view_as(t);
   }
@@ -48,7 +48,7 @@ at::Tensor piece_of(const Op& op, const Ref& ref, const LayoutPtr& need, const S
   const auto have = as_shard_tensor(given)->layout_ptr();
   const auto want = need ? in_numbers(need, t.sym_sizes()) : have;
   auto piece = to_local(redistribute_for(cause_of(op, ref), given, want), layout_of_gradient(want, solution));
-  return rules::is_empty(piece) && !rules::is_empty(t) ? WithGradient::apply(piece) : piece;
+  return rules::is_empty(piece) && !rules::is_empty(t) ? EnsureGradient::apply(piece) : piece;
 }
 
 at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth, const Refs& refs) {
@@ -58,7 +58,7 @@ at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth
   const auto& result = solution.results[nth];
   const auto sizes = global_sizes(result, refs, piece);
   const auto strides = strides_of(result, refs, sizes);
-  return from_local(laid(piece, strides), in_numbers(result.layout, symbols(sizes)), sizes, strides);
+  return from_local(in_dim_order(piece, strides), in_numbers(result.layout, symbols(sizes)), sizes, strides);
 }
 
 // A rank outside the mesh has empty pieces of the results (0 of a number), but records the same graph as all ranks.
@@ -92,10 +92,10 @@ void handle_local(const Op& op, c10::DispatchKeySet, torch::jit::Stack* stack_pt
   const auto refs = collect(op, stack, base);
   check_plain(op, refs);
   const auto solution = find_solution(op, stack, base, refs);
-  if (!solution->replicated->mesh().has_me()) {
+  if (!solution->replicated->mesh().has_this_rank()) {
     return stand_aside(op, stack, base, refs, *solution);
   }
-  check_alike(op, refs, *solution);
+  check_must_match(op, refs, *solution);
   Locals pieces;
   pieces.reserve(refs.size());
   for (size_t i = 0; i < refs.size(); ++i) {

@@ -1,7 +1,7 @@
 // Fourier transforms for which torch needs the whole of a cut dim: stft makes its windows by strides, and the gradient of a
-// transform of real numbers pads one half of the spectrum with zeros. Uses dispatch/plain, tensor/.
+// transform of real numbers pads one half of the spectrum with zeros. Uses dispatch/plain_tensors, tensor/.
 #include "autograd/formula.h"
-#include "dispatch/plain.h"
+#include "dispatch/plain_tensors.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -128,12 +128,12 @@ Tensor istft(
   if (!impl || width <= 0) {
     return call(window);
   }
-  if (impl->layout().mesh().has_me()) {
+  if (impl->layout().mesh().has_this_rank()) {
     return call(has_window ? window : self.new_ones({width}, self.options().dtype(c10::toRealValueType(self.scalar_type()))));
   }
   // Ranks outside the mesh have no values. So any window will do; a user's window is used, so that it is in the graph with its
   // gradient.
-  const AsReplicated no_values;
+  const AsReplicatedGuard no_values;
   const auto dtype = has_window ? window->scalar_type() : c10::toRealValueType(self.scalar_type());
   const auto out = call(at::ones({width}, at::TensorOptions(self.device()).dtype(dtype)));
   return has_window ? out + window->sum() * 0 : out;

@@ -1,8 +1,8 @@
 // max_unpool along cut dims: its gradient is picked from where the values went, by shardtensor::picked (rules/ops/pooling.cpp);
-// torch's formula would gather planes. Uses autograd/functions, dispatch/plain, tensor/.
+// torch's formula would gather planes. Uses autograd/functions, dispatch/plain_tensors, tensor/.
 #include "autograd/formula.h"
 #include "autograd/functions.h"
-#include "dispatch/plain.h"
+#include "dispatch/plain_tensors.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -30,7 +30,7 @@ Tensor beside(const Tensor& values, const Tensor& index) {
 Tensor picked(const Tensor& planes, const Tensor& index, int64_t space);
 
 // `op` puts values at the places that their indices name, or adds them up there. Its gradient is read from there.
-struct AtPlaces : torch::autograd::Function<AtPlaces> {
+struct ScatterPlanes : torch::autograd::Function<ScatterPlanes> {
   static Tensor forward(
       AutogradContext* ctx, const Tensor& /*values*/, const Tensor& index, int64_t space, const std::function<Tensor()>& op) {
     ctx->save_for_backward({index});
@@ -48,10 +48,10 @@ Tensor added_at(const Tensor& values, const Tensor& index, const std::vector<c10
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("shardtensor::added_at", "")
                              .typed<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>();
-  return AtPlaces::apply(values, index, static_cast<int64_t>(sizes.size()), [&] { return op.call(values, index, sizes); });
+  return ScatterPlanes::apply(values, index, static_cast<int64_t>(sizes.size()), [&] { return op.call(values, index, sizes); });
 }
 
-struct PickedPlanes : torch::autograd::Function<PickedPlanes> {
+struct GatherPlanes : torch::autograd::Function<GatherPlanes> {
   static Tensor forward(AutogradContext* ctx, const Tensor& planes, const Tensor& index, int64_t space) {
     ctx->save_for_backward({index});
     ctx->saved_data["sizes"] = planes.sym_sizes().slice(planes.dim() - space).vec();
@@ -69,7 +69,7 @@ struct PickedPlanes : torch::autograd::Function<PickedPlanes> {
 };
 
 Tensor picked(const Tensor& planes, const Tensor& index, int64_t space) {
-  return PickedPlanes::apply(planes, index, space);
+  return GatherPlanes::apply(planes, index, space);
 }
 
 // Whether a gradient is needed for values that are cut along their last `space` dims.
@@ -83,7 +83,7 @@ Tensor max_unpool2d(c10::DispatchKeySet keys, const Tensor& self, const Tensor& 
   if (!space_is_cut(self, 2)) {
     return at::_ops::max_unpool2d::redispatch(torchs_autograd(keys), self, indices, size);
   }
-  return AtPlaces::apply(self, indices, int64_t{2}, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
+  return ScatterPlanes::apply(self, indices, int64_t{2}, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
 }
 
 Tensor max_unpool3d(
@@ -96,7 +96,7 @@ Tensor max_unpool3d(
   if (!space_is_cut(self, 3)) {
     return at::_ops::max_unpool3d::redispatch(torchs_autograd(keys), self, indices, size, stride, padding);
   }
-  return AtPlaces::apply(
+  return ScatterPlanes::apply(
       self, indices, int64_t{3}, [&] { return at::_ops::max_unpool3d::call(self, indices, size, stride, padding); });
 }
 

@@ -26,7 +26,7 @@ inline BoxTuple tuple_of(const Box& box) {
 }
 
 // A Python function that C++ notifies, from any thread. If it returns a text, the text is raised as an error.
-class Ear {
+class PythonListener {
  public:
   void set(py::object function) {
     function_ = std::move(function);
@@ -47,15 +47,15 @@ class Ear {
 };
 // One for each Observer. Never destroyed: the interpreter may be gone by then.
 template <auto& observer>
-Ear& ear_for() {
-  static auto* ear = new Ear();
+PythonListener& listener_for() {
+  static auto* ear = new PythonListener();
   return *ear;
 }
 // The function `name` of the module sets Python's observer; None: there is none. tell() passes the news to its ear.
 template <auto& observer, auto tell>
 void def_observer(py::module& m, const char* name) {
   m.def(name, [](py::object f) {
-    auto& ear = ear_for<observer>();
+    auto& ear = listener_for<observer>();
     ear.set(std::move(f));
     observer.set(ear.listens() ? tell : nullptr);
   });

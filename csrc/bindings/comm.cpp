@@ -1,11 +1,11 @@
 #include "bindings/bindings.h"
 
+#include "comm/collective_call.h"
 #include "comm/comm.h"
 #include "comm/counts.h"
-#include "comm/doing.h"
-#include "comm/faults.h"
+#include "comm/desync.h"
+#include "comm/error_context.h"
 #include "comm/range.h"
-#include "comm/where.h"
 #include "redistribute/exchange.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"
@@ -21,16 +21,16 @@ c10::intrusive_ptr<T> shared(const T& object) {
   return as_mutable(c10::intrusive_ptr<const T>::reclaim_copy(&object));
 }
 
-void tell_of_call(comm::Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
-  const auto error =
-      ear_for<comm::on_collective>().tell([&] { return py::make_tuple(comm::name_of(kind), bytes, shared(mesh), mesh_dim); });
+void tell_of_call(comm::CollectiveKind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
+  const auto error = listener_for<comm::on_collective>().tell(
+      [&] { return py::make_tuple(comm::name_of(kind), bytes, shared(mesh), mesh_dim); });
   TORCH_CHECK_WITH(DistError, error.empty(), error);
 }
 
 void tell_of_move(const ImplicitMove& move) {
   constexpr double kSome = 1024; // any number of bytes: whether a move communicates does not depend on it
   const bool communicates = &move.from.mesh() != &move.to.mesh() || plan_for(move.from, move.to, kSome)->communicates();
-  const auto error = ear_for<on_move>().tell([&] {
+  const auto error = listener_for<on_move>().tell([&] {
     return py::make_tuple(
         move.cause.op, move.cause.argument, move.cause.why, shared(move.from), shared(move.to), move.sizes, move.item,
         communicates);
@@ -39,7 +39,7 @@ void tell_of_move(const ImplicitMove& move) {
 }
 
 void tell_of_halo(const HaloRead& read) {
-  ear_for<on_halo>().tell([&] {
+  listener_for<on_halo>().tell([&] {
     py::dict sent, received;
     for (size_t i = 0; i < read.peers.size(); ++i) {
       sent[py::int_(read.peers[i])] = read.sent[i] * read.item;
@@ -50,11 +50,11 @@ void tell_of_halo(const HaloRead& read) {
 }
 
 std::string ask_call_site() {
-  return ear_for<comm::find_call_site>().tell([] { return py::tuple(); });
+  return listener_for<comm::find_call_site>().tell([] { return py::tuple(); });
 }
 
 std::string ask_range_name(const char* kind, const std::string& move, int64_t bytes) {
-  return ear_for<comm::range_name>().tell([&] { return py::make_tuple(kind, move, bytes); });
+  return listener_for<comm::range_name>().tell([&] { return py::make_tuple(kind, move, bytes); });
 }
 
 } // namespace
@@ -65,7 +65,7 @@ void register_comm(py::module& m) {
     py::dict out;
     for (size_t i = 0; i < c.calls.size(); ++i) {
       if (c.calls[i]) {
-        out[comm::name_of(static_cast<comm::Kind>(i))] = py::make_tuple(c.calls[i], c.bytes[i]);
+        out[comm::name_of(static_cast<comm::CollectiveKind>(i))] = py::make_tuple(c.calls[i], c.bytes[i]);
       }
     }
     return out;
@@ -78,20 +78,22 @@ void register_comm(py::module& m) {
   def_observer<comm::range_name, &ask_range_name>(m, "set_range_name");
   def_observer<on_move, &tell_of_move>(m, "set_watcher");
   def_observer<on_halo, &tell_of_halo>(m, "set_halo_watcher");
-  m.def("failed_in_part", &comm::faults::failed_in_part, py::call_guard<py::gil_scoped_release>());
-  m.def("set_fault_notice", &comm::faults::set_notice);
-  m.def("ended", &comm::faults::ended, py::call_guard<py::gil_scoped_release>());
-  m.def("destroyed_groups", &comm::faults::destroyed_groups, py::call_guard<py::gil_scoped_release>());
+  m.def("failed_in_part", &comm::desync::failed_in_part, py::call_guard<py::gil_scoped_release>());
+  m.def("set_fault_notice", &comm::desync::set_notice);
+  m.def("ended", &comm::desync::ended, py::call_guard<py::gil_scoped_release>());
+  m.def("destroyed_groups", &comm::desync::destroyed_groups, py::call_guard<py::gil_scoped_release>());
   m.def("device_of", [](const c10::intrusive_ptr<Mesh>& mesh) { return comm::device_of(*mesh); });
   m.def("let_arrive", &comm::let_arrive, py::call_guard<py::gil_scoped_release>());
   m.def("left_in_flight", &comm::left_in_flight);
   // The destructor of a group with a collective in flight would wait for it.
   m.def("keep_for_ever", [](py::object thing) { (void)thing.release(); });
   m.def("keep_what_is_left", &comm::keep_what_is_left);
-  m.def("begin_barrier", &comm::faults::begin_barrier);
-  py::class_<comm::faults::InBarrier>(m, "InBarrier").def(py::init<std::string>()).def("leave", &comm::faults::InBarrier::leave);
-  m.def("set_fault_grace", &comm::faults::set_grace);
-  m.def("set_fault_comparison", &comm::faults::set_between);
+  m.def("begin_barrier", &comm::desync::begin_barrier);
+  py::class_<comm::desync::BarrierGuard>(m, "InBarrier")
+      .def(py::init<std::string>())
+      .def("leave", &comm::desync::BarrierGuard::leave);
+  m.def("set_fault_grace", &comm::desync::set_grace);
+  m.def("set_fault_comparison", &comm::desync::set_between);
   m.def(
       "max_over",
       [](const c10::intrusive_ptr<Mesh>& mesh, int64_t value) {
@@ -118,12 +120,12 @@ void register_comm(py::module& m) {
         return pieces;
       },
       py::call_guard<py::gil_scoped_release>());
-  using Places = std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>;
+  using BoxesOfRanks = std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>;
   m.def(
       "exchange_boxes",
-      [](const std::vector<at::Tensor>& pieces, const Places& held, const Places& wanted, const c10::intrusive_ptr<Mesh>& mesh,
-         at::ScalarType dtype, c10::Device device) {
-        const auto placed = [](const Places& places) {
+      [](const std::vector<at::Tensor>& pieces, const BoxesOfRanks& held, const BoxesOfRanks& wanted,
+         const c10::intrusive_ptr<Mesh>& mesh, at::ScalarType dtype, c10::Device device) {
+        const auto placed = [](const BoxesOfRanks& places) {
           std::vector<RankBox> out;
           for (const auto& [rank, offsets, sizes] : places) {
             out.push_back({rank, box_from({offsets, sizes})});

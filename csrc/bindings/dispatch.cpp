@@ -1,12 +1,12 @@
 #include "bindings/bindings.h"
 
 #include "autograd/functions.h"
-#include "dispatch/ahead.h"
 #include "dispatch/cache.h"
 #include "dispatch/check.h"
+#include "dispatch/eager_scalar_reduce.h"
+#include "dispatch/foreign_ops.h"
 #include "dispatch/handler.h"
-#include "dispatch/others.h"
-#include "dispatch/plain.h"
+#include "dispatch/plain_tensors.h"
 #include "redistribute/watch.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
@@ -22,7 +22,7 @@ namespace shardtensor::bindings {
 namespace {
 
 void tell_of_fallback(const std::string& op, const char* why, const std::string& layouts) {
-  ear_for<on_gather>().tell([&] { return py::make_tuple(op, why, layouts); });
+  listener_for<on_gather>().tell([&] { return py::make_tuple(op, why, layouts); });
 }
 
 // The lines of the user's script that have made sums of no dims. Guarded by the GIL.
@@ -125,7 +125,7 @@ void register_dispatch(py::module& m) {
   m.def("second_call", &rules::second_call);
   m.def("set_second_call", &rules::set_second_call);
   m.def("checking", [] { return static_cast<int>(checking()); });
-  m.def("set_checking", [](int how) { set_checking(static_cast<Checking>(how)); });
+  m.def("set_checking", [](int how) { set_checking(static_cast<CheckingMode>(how)); });
   def_observer<on_gather, &tell_of_fallback>(m, "set_fallback_log");
   m.def("cache_info", [] {
     const auto i = cache_info();

@@ -2,7 +2,7 @@
 // on every rank.
 #include "bindings/bindings.h"
 
-#include "dispatch/plain.h"
+#include "dispatch/plain_tensors.h"
 #include "tensor/shard_tensor.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -71,7 +71,7 @@ PyMappingMethods& torchs() {
 }
 
 PyObject* get_item(PyObject* self, PyObject* index) {
-  std::optional<AsReplicated> guard;
+  std::optional<AsReplicatedGuard> guard;
   if (becomes_plain(index)) {
     guard.emplace();
   }
@@ -88,7 +88,7 @@ void register_indexing(py::module& m) {
   m.def(
       "set_item",
       [](const py::object& tensor, const py::object& index, const py::object& value) {
-        std::optional<AsReplicated> guard;
+        std::optional<AsReplicatedGuard> guard;
         if (becomes_plain(index.ptr()) && !is_plain_tensor(value.ptr())) {
           guard.emplace();
         }

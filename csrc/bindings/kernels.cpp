@@ -22,7 +22,7 @@ void register_kernels(py::module& m) {
     const auto held = kernels::held_memory();
     return py::make_tuple(held.now, held.most);
   });
-  using Released = py::call_guard<py::gil_scoped_release>;
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   m.def(
       "pack",
       [](const at::Tensor& source, const std::vector<BoxTuple>& boxes, at::Tensor flat, const std::vector<int64_t>& parts,
@@ -30,7 +30,7 @@ void register_kernels(py::module& m) {
         kernels::pack(source, boxes_from(boxes), flat, {parts, elements});
       },
       py::arg("source"), py::arg("boxes"), py::arg("flat"), py::arg("parts") = std::vector<int64_t>(), py::arg("elements") = 1,
-      Released());
+      ReleaseGil());
   m.def(
       "unpack",
       [](const at::Tensor& flat, const std::vector<BoxTuple>& boxes, at::Tensor target, const std::vector<int64_t>& parts,
@@ -38,19 +38,19 @@ void register_kernels(py::module& m) {
         kernels::unpack(flat, boxes_from(boxes), target, {parts, elements});
       },
       py::arg("flat"), py::arg("boxes"), py::arg("target"), py::arg("parts") = std::vector<int64_t>(), py::arg("elements") = 1,
-      Released());
+      ReleaseGil());
   m.def(
       "copy_boxes",
       [](const at::Tensor& source, const std::vector<BoxTuple>& from, at::Tensor target, const std::vector<BoxTuple>& to) {
         kernels::copy(source, boxes_from(from), target, boxes_from(to));
       },
-      py::arg("source"), py::arg("source_boxes"), py::arg("target"), py::arg("target_boxes"), Released());
+      py::arg("source"), py::arg("source_boxes"), py::arg("target"), py::arg("target_boxes"), ReleaseGil());
   m.def(
       "unpack_reduce",
       [](const at::Tensor& flat, int64_t parts, const std::vector<BoxTuple>& boxes, const std::string& op, at::Tensor target) {
         kernels::unpack_reduce(flat, parts, boxes_from(boxes), reduce_op_from(op), target);
       },
-      py::arg("flat"), py::arg("parts"), py::arg("boxes"), py::arg("op"), py::arg("target"), Released());
+      py::arg("flat"), py::arg("parts"), py::arg("boxes"), py::arg("op"), py::arg("target"), ReleaseGil());
 }
 
 } // namespace shardtensor::bindings

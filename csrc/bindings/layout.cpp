@@ -2,8 +2,8 @@
 
 #include "layout/reach.h"
 #include "layout/symbolic.h"
-#include "redistribute/kept.h"
 #include "redistribute/plan.h"
+#include "redistribute/plan_cache.h"
 #include "redistribute/route.h"
 #include "redistribute/steps.h"
 #include "redistribute/transfer.h"
@@ -157,7 +157,7 @@ void register_layout(py::module& m) {
       .def_property_readonly("device_type", [](const Mesh& self) { return self.description().device_type; })
       .def_property_readonly("rank", &Mesh::rank)
       .def_property_readonly("world", [](const Mesh& self) { return self.description().world; })
-      .def_property_readonly("has_me", &Mesh::has_me)
+      .def_property_readonly("has_this_rank", &Mesh::has_this_rank)
       .def_property_readonly(
           "coordinate", [](const Mesh& self) { return std::vector<int64_t>(self.coordinate().begin(), self.coordinate().end()); })
       .def("__repr__", &Mesh::str);
@@ -241,7 +241,7 @@ void register_layout(py::module& m) {
       .def(
           "boxes",
           [](const Layout& self, const std::vector<int64_t>& sizes, const std::optional<std::vector<int64_t>>& c) {
-            if (!c && !self.mesh().has_me()) {
+            if (!c && !self.mesh().has_this_rank()) {
               return std::vector<BoxTuple>{};
             }
             return box_tuples(self.boxes(sizes, coordinate_or_mine(self, c)));
@@ -287,7 +287,7 @@ void register_layout(py::module& m) {
         return peers;
       },
       py::arg("source"), py::arg("target"), py::arg("sizes"), py::arg("item"));
-  m.def("kept", &how_much_is_kept);
+  m.def("kept", &plan_cache_size);
   m.def("alive", [] { return std::make_pair(Layout::count(), Mesh::count()); });
   m.def(
       "transfer_of",
@@ -317,10 +317,10 @@ void register_layout(py::module& m) {
       "reach_read",
       [=](const Line& line, int64_t start, int64_t length, int64_t size, const std::string& beyond, int64_t operand) {
         auto r = reach(line);
-        r.beyond = beyond == "reflect"     ? Beyond::Reflect
-                   : beyond == "replicate" ? Beyond::Replicate
-                   : beyond == "circular"  ? Beyond::Circular
-                                           : Beyond::Padding;
+        r.beyond = beyond == "reflect"     ? PaddingMode::Reflect
+                   : beyond == "replicate" ? PaddingMode::Replicate
+                   : beyond == "circular"  ? PaddingMode::Circular
+                                           : PaddingMode::Padding;
         r.operand = operand;
         const auto s = read(r, {start, length}, size);
         return py::make_tuple(s.before, s.inside.start, s.inside.length, s.after);

@@ -40,21 +40,21 @@ at::Tensor as_number(PyObject* object) {
   return overflow ? at::Tensor() : at::native::wrapped_scalar_tensor(value);
 }
 
-struct Matmul {
+struct MatmulOperator {
   at::Tensor operator()(const at::Tensor& x, const at::Tensor& y) const {
     return x.matmul(y);
   }
 };
 
 // py::gil_scoped_release without the look-up of pybind's internals.
-class WithoutGil {
+class GilRelease {
  public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() {
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease() {
     PyEval_RestoreThread(state_);
   }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
 
  private:
   PyThreadState* state_;
@@ -65,7 +65,7 @@ PyObject* call(const at::Tensor& x, const at::Tensor& y) {
   HANDLE_TH_ERRORS
   at::Tensor result;
   {
-    const WithoutGil released;
+    const GilRelease released;
     result = F()(x, y);
   }
   return THPVariable_Wrap(std::move(result));
@@ -82,7 +82,7 @@ struct Operator {
       if (is_ours(y)) {
         return call<F>(THPVariable_Unpack(x), THPVariable_Unpack(y));
       }
-      const auto number = std::is_same_v<F, Matmul> ? at::Tensor() : as_number(y);
+      const auto number = std::is_same_v<F, MatmulOperator> ? at::Tensor() : as_number(y);
       if (number.defined()) {
         return call<F>(THPVariable_Unpack(x), number);
       }
@@ -107,7 +107,7 @@ void register_operators(py::module& m) {
     Operator<std::multiplies<>>::install(type, "__mul__");
     Operator<std::multiplies<>, true>::install(type, "__rmul__");
     Operator<std::divides<>>::install(type, "__truediv__");
-    Operator<Matmul>::install(type, "__matmul__");
+    Operator<MatmulOperator>::install(type, "__matmul__");
   });
 }
 

@@ -58,7 +58,7 @@ int set_local(PyObject* self, PyObject* value, void*) {
 py::object spec_of(PyObject* self) {
   const auto& t = THPVariable_Unpack(self);
   auto& impl = shard_tensor(t, "_spec");
-  if (auto* known = static_cast<PyObject*>(impl.kept())) {
+  if (auto* known = static_cast<PyObject*>(impl.cached_spec())) {
     return py::reinterpret_borrow<py::object>(known);
   }
   auto made = py::reinterpret_steal<py::object>(PyObject_CallOneArg(g_make_spec, self));
@@ -66,7 +66,7 @@ py::object spec_of(PyObject* self) {
     throw python_error();
   }
   if (!impl.traced()) {
-    impl.keep(std::shared_ptr<void>(py::object(made).release().ptr(), let_go));
+    impl.cache_spec(std::shared_ptr<void>(py::object(made).release().ptr(), let_go));
   }
   return made;
 }

@@ -2,7 +2,7 @@
 
 #include "autograd/functions.h"
 #include "autograd/gradients.h"
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "tensor/lists.h"
 #include "tensor/overlap.h"
 #include "tensor/shard_tensor.h"
@@ -38,7 +38,7 @@ std::optional<Tensors> tensor_list(const py::list& list) {
 
 // The positions of two arguments that may share elements; the first of them is written.
 std::optional<std::pair<size_t, size_t>> overlapping(const py::list& args, const std::vector<size_t>& written) {
-  std::vector<Use> uses;
+  std::vector<TensorAccess> uses;
   std::vector<size_t> places;
   for (size_t i = 0; i < args.size(); ++i) {
     auto* arg = args[i].ptr();
@@ -129,7 +129,7 @@ void register_tensor(py::module& m) {
       py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"), py::arg("offset") = 0);
   m.def("laid", [](at::Tensor local, const std::vector<int64_t>& strides) {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    return laid(std::move(local), strides);
+    return in_dim_order(std::move(local), strides);
   });
   m.def("strides_like", [](const SymSizes& sizes, const at::Tensor& local) { return strides_like(sizes, local); });
   m.def(

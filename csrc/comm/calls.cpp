@@ -2,12 +2,12 @@
 
 #include "comm/backend.h"
 #include "comm/bytes.h"
+#include "comm/collective_call.h"
 #include "comm/counts.h"
-#include "comm/doing.h"
+#include "comm/error_context.h"
 #include "comm/range.h"
 #include "comm/ranks.h"
 #include "comm/reducible.h"
-#include "comm/where.h"
 
 #include <ATen/ATen.h>
 #include <torch/headeronly/version.h>
@@ -51,8 +51,8 @@ struct GroupCall {
   // them gets a result before all have begun.
   template <typename Facts>
   void enter(const Facts& facts, bool needs_all = true) {
-    if (C10_LIKELY(rules.blocks && faults::notice())) {
-      where.ticket = faults::enter(
+    if (C10_LIKELY(rules.blocks && desync::notice())) {
+      where.ticket = desync::enter(
           group, mesh, where.mesh_dim, c10::get_hash(where.kind, where.mesh_dim, facts()), needs_all,
           [&] { return where.str(); });
     }
@@ -74,7 +74,7 @@ struct GroupCall {
   }
 
   const Mesh& mesh;
-  Where where;
+  CollectiveCall where;
   const c10::intrusive_ptr<c10d::ProcessGroup> group;
   const Backend rules;
   const c10::Device device;
@@ -85,11 +85,11 @@ struct GroupCall {
 
 // Messages between two ranks of a group: parts of buffers of bytes. Empty ones are not sent. If the backend has batches, they are
 // only recorded, to be made as one by start().
-class Messages {
+class MessageBatch {
  public:
-  explicit Messages(const GroupCall& call, int tag = kTag) : call_(call), tag_(tag) {}
+  explicit MessageBatch(const GroupCall& call, int tag = kTag) : call_(call), tag_(tag) {}
   // After an error: a batch that nobody ends makes all later ones raise, and peers wait for what has been sent.
-  ~Messages() {
+  ~MessageBatch() {
     if (open_ || !works_.empty()) {
       try {
         start();
@@ -97,8 +97,8 @@ class Messages {
       }
     }
   }
-  Messages(const Messages&) = delete;
-  Messages& operator=(const Messages&) = delete;
+  MessageBatch(const MessageBatch&) = delete;
+  MessageBatch& operator=(const MessageBatch&) = delete;
 
   void send(const at::Tensor& bytes, int64_t at, int64_t count, int64_t rank) {
     add(bytes, at, count, [&](auto& group, auto& part) { return group.send(part, static_cast<int>(rank), tag_); });
@@ -315,7 +315,7 @@ InFlight sum_apart(const Collective& c) {
   call.where.ticket.by_messages = true;
   const auto all = at::empty({ranks * n}, c.out.options());
   all.narrow(0, me * n, n).copy_(c.out);
-  Messages messages(call, kTagApart);
+  MessageBatch messages(call, kTagApart);
   for (int64_t i = 0; i < ranks; ++i) {
     if (i != me) {
       const auto rank = c.mesh->group_rank(c.mesh_dim, i);
@@ -381,7 +381,7 @@ InFlight exchange_with_all(const GroupCall& call, Collective c) {
 // ascending order, the lower rank sends first. In one batch only if the backend supports it. This rank's own part is copied.
 InFlight exchange_with_peers(const GroupCall& call, const Collective& c, at::IntArrayRef peers) {
   const auto me = call.group->getRank();
-  Messages messages(call);
+  MessageBatch messages(call);
   int64_t out_at = 0, in_at = 0;
   for (size_t i = 0; i < peers.size(); ++i) {
     const auto in = std::exchange(in_at, in_at + rounded_up(c.in_sizes[i], c.spacing));
@@ -452,7 +452,7 @@ InFlight send(Collective& c) {
       "of lazy_init, or call torch.distributed.barrier() on all ranks before (rank ",
       c.mesh->rank(), ", ", c.mesh->str(), ")");
   if (call.rules.blocks) {
-    call.where.ticket = faults::enter_messages(*c.mesh, c.peers);
+    call.where.ticket = desync::enter_messages(*c.mesh, c.peers);
   }
   if (!call.rules.by_host) {
     return exchange_with_peers(call, c, c.peers);
@@ -474,7 +474,7 @@ void broadcast_now(const Collective& c) {
 
 // Sends directly from the pieces: nothing is packed, and ranks that get nothing make no call.
 void scatter_by_sends(const GroupCall& call, const Collective& c) {
-  Messages messages(call);
+  MessageBatch messages(call);
   const auto me = c.me(), n = me == c.from ? static_cast<int64_t>(c.pieces.size()) : 0;
   for (int64_t i = 0; i < n; ++i) {
     if (i != me) {
@@ -493,7 +493,7 @@ void scatter_by_sends(const GroupCall& call, const Collective& c) {
 void scatter_by_exchange(const GroupCall& call, const Collective& c, int64_t sent) {
   const std::vector<int64_t> none(c.mesh->size(c.mesh_dim), 0);
   Collective parcel{
-      .kind = Kind::AllToAll,
+      .kind = CollectiveKind::AllToAll,
       .in = at::empty({sent}, c.out.options()),
       .out = c.out.narrow(0, 0, 0),
       .in_sizes = none,
@@ -530,8 +530,8 @@ void scatter_now(const Collective& c) {
 // A call as a whole. A rank that fails before it has begun leaves it out.
 InFlight to_the_end(const Collective& c, void (*run)(const Collective&)) {
   const auto before = begun();
-  doing(
-      *c.mesh, [&] { return Where(c).call(); }, [&] { run(c); },
+  with_error_context(
+      *c.mesh, [&] { return CollectiveCall(c).call(); }, [&] { run(c); },
       [&] { return begun() == before ? uint64_t{1} << c.mesh_dim : 0; });
   return {};
 }
@@ -552,15 +552,15 @@ std::vector<int64_t> sizes_by_rank(at::IntArrayRef sizes, at::IntArrayRef peers,
 
 InFlight call_group(Collective c) {
   switch (c.kind) {
-    case Kind::AllReduce:
+    case CollectiveKind::AllReduce:
       return c.apart ? sum_apart(c) : reduce(c);
-    case Kind::AllGather:
+    case CollectiveKind::AllGather:
       return gather(c);
-    case Kind::AllToAll:
+    case CollectiveKind::AllToAll:
       return c.is_between_any() ? send(c) : exchange(c);
-    case Kind::ReduceScatter:
+    case CollectiveKind::ReduceScatter:
       return reduce_scatter(c);
-    case Kind::Broadcast:
+    case CollectiveKind::Broadcast:
       return to_the_end(c, broadcast_now);
     default:
       return to_the_end(c, scatter_now);

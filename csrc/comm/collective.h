@@ -1,7 +1,7 @@
 // What a collective is: one record for all kinds.
 #pragma once
 
-#include "comm/kind.h"
+#include "comm/collective_kind.h"
 #include "layout/mesh.h"
 #include "layout/placement.h"
 
@@ -27,7 +27,7 @@ namespace shardtensor::comm {
 // - Broadcast: `out`, from coordinate `from`.
 // - Scatter: `out` receives this rank's piece of `pieces`, which is read only on coordinate `from`.
 struct Collective {
-  Kind kind;
+  CollectiveKind kind;
   MeshPtr mesh;
   int64_t mesh_dim = -1;
   ReduceOp op = ReduceOp::Sum;
@@ -45,14 +45,14 @@ struct Collective {
   bool apart = false;
   at::ScalarType dtype = at::kByte; // set by start(): of the tensors before they became bytes
 
-  Kind counted() const {
-    return of_summands ? Kind::ReduceScatter : kind;
+  CollectiveKind counted() const {
+    return of_summands ? CollectiveKind::ReduceScatter : kind;
   }
   bool is_between_any() const {
-    return kind == Kind::AllToAll && mesh_dim < 0;
+    return kind == CollectiveKind::AllToAll && mesh_dim < 0;
   }
   bool reduces() const {
-    return kind == Kind::AllReduce || kind == Kind::ReduceScatter;
+    return kind == CollectiveKind::AllReduce || kind == CollectiveKind::ReduceScatter;
   }
   int64_t me() const {
     return mesh->coordinate()[mesh_dim];

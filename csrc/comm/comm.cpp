@@ -3,11 +3,11 @@
 #include "comm/backend.h"
 #include "comm/bytes.h"
 #include "comm/calls.h"
+#include "comm/coalescing.h"
 #include "comm/counts.h"
 #include "comm/reducible.h"
-#include "comm/together.h"
+#include "comm/tensor_kind.h"
 #include "comm/traced.h"
-#include "comm/values.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -38,29 +38,30 @@ bool needs_no_other(const Collective& c) {
 
 // Whether this rank has a part of its own that goes from one tensor to another.
 bool has_own_part(const Collective& c) {
-  return c.kind == Kind::AllGather || c.kind == Kind::Scatter || (c.kind == Kind::AllToAll && !c.is_between_any());
+  return c.kind == CollectiveKind::AllGather || c.kind == CollectiveKind::Scatter ||
+         (c.kind == CollectiveKind::AllToAll && !c.is_between_any());
 }
 
 // Where gathered pieces lie. They are listed unless the backend takes the whole.
 void list_pieces(Collective& c) {
   c.out = c.out.view(-1);
   const bool of_one_size = std::equal(c.out_sizes.begin() + 1, c.out_sizes.end(), c.out_sizes.begin());
-  if (!of_one_size || c.in.numel() == 0 || Together::open() || !gathers_as_one(c.in, *c.mesh, c.mesh_dim)) {
+  if (!of_one_size || c.in.numel() == 0 || CoalescedCalls::open() || !gathers_as_one(c.in, *c.mesh, c.mesh_dim)) {
     c.pieces = c.out.split_with_sizes(c.out_sizes);
   }
 }
 
 void keep_own(Collective& c, bool alone) {
-  if (c.kind == Kind::AllGather) {
+  if (c.kind == CollectiveKind::AllGather) {
     const auto n = c.in.numel();
     const auto own = c.pieces.empty() ? c.out.narrow(0, c.me() * n, n) : c.pieces[c.me()];
     if (is_traced(c.in) || own.data_ptr() != c.in.data_ptr()) {
       own.view_as(c.in).copy_(c.in);
     }
     c.in = own;
-  } else if (c.kind == Kind::AllToAll && alone) {
+  } else if (c.kind == CollectiveKind::AllToAll && alone) {
     c.out.copy_(c.in.reshape(-1).view_as(c.out)); // else it copies its own part with the others
-  } else if (c.kind == Kind::Scatter && c.me() == c.from) {
+  } else if (c.kind == CollectiveKind::Scatter && c.me() == c.from) {
     c.out.copy_(c.pieces[c.from]);
   }
 }
@@ -94,16 +95,16 @@ at::Tensor recorded_exchange(const Collective& c) {
 
 void record(const Collective& c) {
   switch (c.kind) {
-    case Kind::AllReduce:
+    case CollectiveKind::AllReduce:
       c.out.copy_(traced::all_reduce(c.out, *c.mesh, c.mesh_dim, c.op));
       break;
-    case Kind::AllGather:
+    case CollectiveKind::AllGather:
       record_gather(c);
       break;
-    case Kind::AllToAll:
+    case CollectiveKind::AllToAll:
       c.out.copy_(recorded_exchange(c));
       break;
-    case Kind::Broadcast:
+    case CollectiveKind::Broadcast:
       c.out.copy_(traced::broadcast(c.out, *c.mesh, c.mesh_dim, c.from));
       break;
     default:
@@ -113,12 +114,12 @@ void record(const Collective& c) {
 
 // Whether this rank knows that it need not call.
 bool moves_nothing(const Collective& c) {
-  if (c.kind == Kind::AllReduce) { // also if it is empty here: other ranks' may not be
+  if (c.kind == CollectiveKind::AllReduce) { // also if it is empty here: other ranks' may not be
     TORCH_CHECK(
         can_reduce(c.out.scalar_type(), c.op),
         "shardtensor: a complex tensor can be reduced over ranks only by sum or avg, not by ", shardtensor::name_of(c.op));
   }
-  if ((c.kind == Kind::AllReduce || c.kind == Kind::Broadcast) && c.out.numel() == 0) {
+  if ((c.kind == CollectiveKind::AllReduce || c.kind == CollectiveKind::Broadcast) && c.out.numel() == 0) {
     tell(c, 0);
     return true;
   }
@@ -131,7 +132,7 @@ void turn_into_bytes(Collective& c) {
   for (auto* t : {&c.in, &c.out}) {
     *t = t->defined() ? as_bytes(*t) : *t;
   }
-  if (c.kind == Kind::AllGather) {
+  if (c.kind == CollectiveKind::AllGather) {
     std::transform(c.pieces.begin(), c.pieces.end(), c.pieces.begin(), as_bytes);
   }
   for (auto* sizes : {&c.in_sizes, &c.out_sizes}) {
@@ -151,7 +152,7 @@ InFlight start(Collective c) {
   if (!traced && !has_values(c.local())) {
     return {};
   }
-  if (c.kind == Kind::AllGather && c.pieces.empty()) {
+  if (c.kind == CollectiveKind::AllGather && c.pieces.empty()) {
     list_pieces(c);
   }
   if (alone || !traced) {
@@ -166,13 +167,13 @@ InFlight start(Collective c) {
   if (!c.reduces()) {
     turn_into_bytes(c);
   }
-  auto* together = Together::open();
-  const bool is_noted = together && !c.apart && c.kind != Kind::Broadcast && c.kind != Kind::Scatter;
+  auto* together = CoalescedCalls::open();
+  const bool is_noted = together && !c.apart && c.kind != CollectiveKind::Broadcast && c.kind != CollectiveKind::Scatter;
   return is_noted ? together->note(std::move(c)) : call_group(std::move(c));
 }
 
 void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
-  start({.kind = Kind::AllReduce, .mesh = held(mesh), .mesh_dim = mesh_dim, .op = op, .out = tensor}).wait();
+  start({.kind = CollectiveKind::AllReduce, .mesh = held(mesh), .mesh_dim = mesh_dim, .op = op, .out = tensor}).wait();
 }
 
 void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, ReduceOp op) {
@@ -184,15 +185,16 @@ void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, R
 }
 
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
-  start({.kind = Kind::AllGather, .mesh = held(mesh), .mesh_dim = mesh_dim, .in = mine, .pieces = pieces}).wait();
+  start({.kind = CollectiveKind::AllGather, .mesh = held(mesh), .mesh_dim = mesh_dim, .in = mine, .pieces = pieces}).wait();
 }
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from) {
-  start({.kind = Kind::Broadcast, .mesh = held(mesh), .mesh_dim = mesh_dim, .out = tensor, .from = from}).wait();
+  start({.kind = CollectiveKind::Broadcast, .mesh = held(mesh), .mesh_dim = mesh_dim, .out = tensor, .from = from}).wait();
 }
 
 void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh, int64_t mesh_dim, int64_t from) {
-  start({.kind = Kind::Scatter, .mesh = held(mesh), .mesh_dim = mesh_dim, .out = mine, .pieces = pieces, .from = from}).wait();
+  start({.kind = CollectiveKind::Scatter, .mesh = held(mesh), .mesh_dim = mesh_dim, .out = mine, .pieces = pieces, .from = from})
+      .wait();
 }
 
 bool can_sum_apart(c10::Device device, const Mesh& mesh, int64_t mesh_dim) {
@@ -213,20 +215,20 @@ bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, Redu
          scatters(backend_along(mesh, mesh_dim, summand.device(), "reduce_scatter"), summand.scalar_type(), op);
 }
 
-int64_t spacing(const at::Tensor& like, const Mesh& mesh, int64_t mesh_dim, Staged what) {
+int64_t spacing(const at::Tensor& like, const Mesh& mesh, int64_t mesh_dim, StagingKind what) {
   const auto item = static_cast<int64_t>(like.element_size());
   if (kStart % item != 0 || is_traced(like) || !has_values(like) ||
-      Together::open()) { // CoalescedCalls copies, with gaps of its own
+      CoalescedCalls::open()) { // CoalescedCalls copies, with gaps of its own
     return 1;
   }
-  const bool between = what == Staged::Messages;
+  const bool between = what == StagingKind::Messages;
   if (between ? mesh.description().world.empty() : is_alone(mesh, mesh_dim)) {
     return 1;
   }
   const auto group = c10d::resolve_process_group(group_name(mesh, between ? -1 : mesh_dim, "all_to_all"));
   const auto rules = backend_of(*group, like.device());
   // In an all-to-all, other ranks may send in place, without gaps. Only single messages may start anywhere.
-  const bool any_start = what != Staged::AllToAll || (rules.batches && ready_for_some(rules, *group, like.device()));
+  const bool any_start = what != StagingKind::AllToAll || (rules.batches && ready_for_some(rules, *group, like.device()));
   return rules.aligned && any_start ? kStart / item : 1;
 }
 

@@ -1,6 +1,6 @@
 // Collectives along one mesh dim, with pieces of any size. The only place that talks to process groups.
 //
-// All ranks along the mesh dim make every call, even with empty pieces. Tensors without values (values.h) are not sent.
+// All ranks along the mesh dim make every call, even with empty pieces. Tensors without values (tensor_kind.h) are not sent.
 #pragma once
 
 #include "comm/collective.h"
@@ -12,7 +12,7 @@
 namespace shardtensor::comm {
 
 // The front that every collective passes: records it into a graph, does without a process group if it can, notes it if this
-// thread has a Together open; else calls the process group. Broadcasts and scatters have ended when it returns.
+// thread has a CoalescedCalls open; else calls the process group. Broadcasts and scatters have ended when it returns.
 InFlight start(Collective c);
 
 // The same at once.
@@ -33,7 +33,11 @@ bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, Redu
 
 // Parts in a staging buffer should start at multiples of so many elements. More than 1 if the backend is faster then and can do
 // with gaps between them.
-enum class Staged : uint8_t { List, AllToAll, Messages }; // given as a list; to an AllToAll along a mesh dim; between any ranks
-int64_t spacing(const at::Tensor& like, const Mesh& mesh, int64_t mesh_dim, Staged what);
+enum class StagingKind : uint8_t {
+  List,
+  AllToAll,
+  Messages
+}; // given as a list; to an AllToAll along a mesh dim; between any ranks
+int64_t spacing(const at::Tensor& like, const Mesh& mesh, int64_t mesh_dim, StagingKind what);
 
 } // namespace shardtensor::comm

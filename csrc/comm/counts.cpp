@@ -18,8 +18,8 @@ thread_local int64_t t_aside = 0;
 
 } // namespace
 
-Counts counts() {
-  Counts out;
+CommCounts counts() {
+  CommCounts out;
   for (size_t i = 0; i < kKinds; ++i) {
     out.calls[i] = g_calls[i].load(std::memory_order_relaxed);
     out.bytes[i] = g_bytes[i].load(std::memory_order_relaxed);
@@ -34,10 +34,10 @@ void reset_counts() {
   }
 }
 
-Aside::Aside() {
+UncountedGuard::UncountedGuard() {
   ++t_aside;
 }
-Aside::~Aside() {
+UncountedGuard::~UncountedGuard() {
   --t_aside;
 }
 

@@ -8,9 +8,9 @@
 namespace shardtensor::comm {
 
 // While it lives this thread does not hold the GIL, whether or not it did before.
-class WithoutGil {
+class NoGilGuard {
  public:
-  WithoutGil() {
+  NoGilGuard() {
     if (PyGILState_Check()) {
       released_.emplace();
     }

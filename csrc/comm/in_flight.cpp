@@ -1,8 +1,8 @@
 #include "comm/in_flight.h"
 
 #include "comm/backend.h"
+#include "comm/collective_call.h"
 #include "comm/range.h"
-#include "comm/where.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
@@ -42,7 +42,7 @@ bool is_capturing(const c10::Stream& stream) {
 } // namespace
 
 struct InFlight::State {
-  Where where;
+  CollectiveCall where;
   std::vector<WorkPtr> works; // null: has ended
   std::vector<at::Tensor> buffers;
   c10::SmallVector<std::function<void()>, 2> nexts;
@@ -88,10 +88,10 @@ void free_or_not(std::unique_ptr<State> state) {
 // Works that were dropped in flight. A thread waits for works whose wait() blocks: Gloo's messages end only if someone waits,
 // and waiting with a time-out would close Gloo's connections. The thread ends when no such work is left. The other works are
 // queried whenever one is started or dropped.
-class Left {
+class DroppedWorks {
  public:
-  static Left& get() {
-    static auto* left = new Left(); // never destroyed: its thread may outlive all else
+  static DroppedWorks& get() {
+    static auto* left = new DroppedWorks(); // never destroyed: its thread may outlive all else
     return *left;
   }
 
@@ -125,7 +125,7 @@ class Left {
     return count_.load(std::memory_order_relaxed);
   }
   void let_arrive() {
-    const WithoutGil released;
+    const NoGilGuard released;
     const auto end = std::chrono::steady_clock::now() + 2s;
     for (; count() > 0 && !is_forked() && std::chrono::steady_clock::now() < end; std::this_thread::sleep_for(1ms)) {
       ask();
@@ -154,7 +154,7 @@ class Left {
       lock.unlock();
       for (const auto& work : state->works) {
         if (work) {
-          faults::wait_for_dropped(*work, state->where.ticket);
+          desync::wait_for_dropped(*work, state->where.ticket);
         }
       }
       free_or_not(std::move(state));
@@ -201,7 +201,7 @@ void leave(std::unique_ptr<State> state) noexcept {
   if (state->is_known_to_have_ended()) {
     return;
   }
-  Left::get().add(std::move(state));
+  DroppedWorks::get().add(std::move(state));
 }
 
 } // namespace
@@ -317,9 +317,9 @@ bool InFlight::wait_on_each_stream(const at::Tensor& result) {
   return false;
 }
 
-InFlight started(const Where& where, const Backend& rules, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers) {
-  if (C10_UNLIKELY(Left::get().count() > 0)) {
-    Left::get().ask();
+InFlight started(const CollectiveCall& where, const Backend& rules, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers) {
+  if (C10_UNLIKELY(DroppedWorks::get().count() > 0)) {
+    DroppedWorks::get().ask();
   }
   auto state = std::make_unique<State>();
   state->where = where;
@@ -332,7 +332,7 @@ InFlight started(const Where& where, const Backend& rules, std::vector<WorkPtr> 
   return InFlight(std::move(state));
 }
 
-InFlight share(const Where& where, std::function<void()> next, const std::vector<at::Tensor>& used) {
+InFlight share(const CollectiveCall& where, std::function<void()> next, const std::vector<at::Tensor>& used) {
   auto state = std::make_unique<State>();
   state->where = where;
   state->is_share = true;
@@ -353,11 +353,11 @@ bool may_be_capturing(const at::Tensor& t) {
 }
 
 void let_arrive() {
-  Left::get().let_arrive();
+  DroppedWorks::get().let_arrive();
 }
 
 int64_t left_in_flight() {
-  return Left::get().count();
+  return DroppedWorks::get().count();
 }
 
 void keep_what_is_left() {

@@ -15,7 +15,7 @@ class Work;
 namespace shardtensor::comm {
 
 struct Backend;
-struct Where;
+struct CollectiveCall;
 
 // A collective in flight: its works, all memory that the backend reads or writes for it, its device, and the callbacks that
 // follow it.
@@ -58,9 +58,12 @@ class InFlight {
 
 // What comm/ starts: `works`, which read or write `buffers`.
 InFlight started(
-    const Where& where, const Backend& rules, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> buffers);
+    const CollectiveCall& where,
+    const Backend& rules,
+    std::vector<c10::intrusive_ptr<c10d::Work>> works,
+    std::vector<at::Tensor> buffers);
 // For a collective that shares one call with others: next() waits for that call. `used`: the tensors that it writes.
-InFlight share(const Where& where, std::function<void()> next, const std::vector<at::Tensor>& used);
+InFlight share(const CollectiveCall& where, std::function<void()> next, const std::vector<at::Tensor>& used);
 
 // Whether the tensor's stream captures a graph, as far as torch tells: before 2.12 any stream might.
 bool may_be_capturing(const at::Tensor& t);

@@ -1,22 +1,22 @@
 #include "comm/range.h"
 
-#include "comm/doing.h"
+#include "comm/error_context.h"
 
 namespace shardtensor::comm {
 
 namespace {
 
-const char* torchs_name(Kind kind) {
+const char* torchs_name(CollectiveKind kind) {
   switch (kind) {
-    case Kind::AllReduce:
+    case CollectiveKind::AllReduce:
       return "_c10d_functional::all_reduce";
-    case Kind::AllGather:
+    case CollectiveKind::AllGather:
       return "_c10d_functional::all_gather_into_tensor";
-    case Kind::AllToAll:
+    case CollectiveKind::AllToAll:
       return "_c10d_functional::all_to_all_single";
-    case Kind::ReduceScatter:
+    case CollectiveKind::ReduceScatter:
       return "_c10d_functional::reduce_scatter_tensor";
-    case Kind::Broadcast:
+    case CollectiveKind::Broadcast:
       return "_c10d_functional::broadcast";
     default:
       return "c10d::scatter_";
@@ -25,7 +25,7 @@ const char* torchs_name(Kind kind) {
 
 } // namespace
 
-void Range::begin(at::StepCallbacks&& profiler, Kind kind, int64_t bytes) {
+void Range::begin(at::StepCallbacks&& profiler, CollectiveKind kind, int64_t bytes) {
   if (range_name) {
     ours_.emplace(std::move(profiler)).before(range_name(name_of(kind), moving_now(), bytes));
     torchs_.emplace(at::RecordScope::FUNCTION).before(bytes < 0 ? "_c10d_functional::wait_tensor" : torchs_name(kind));

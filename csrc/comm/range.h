@@ -1,7 +1,7 @@
 // Ranges in torch's profiler, one for each collective and one for the wait for it. Only comm/ makes them.
 #pragma once
 
-#include "comm/kind.h"
+#include "comm/collective_kind.h"
 #include "layout/observer.h"
 
 #include <ATen/record_function.h>
@@ -16,7 +16,7 @@ namespace shardtensor::comm {
 class Range {
  public:
   // `bytes`: what this rank sends; -1 if it waits.
-  Range(Kind kind, int64_t bytes) {
+  Range(CollectiveKind kind, int64_t bytes) {
     if (auto profiler = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE); C10_UNLIKELY(profiler.has_value())) {
       begin(std::move(*profiler), kind, bytes);
     }
@@ -25,7 +25,7 @@ class Range {
   Range& operator=(const Range&) = delete;
 
  private:
-  void begin(at::StepCallbacks&& profiler, Kind kind, int64_t bytes);
+  void begin(at::StepCallbacks&& profiler, CollectiveKind kind, int64_t bytes);
   std::optional<at::RecordFunction> ours_, torchs_;
 };
 

@@ -2,7 +2,7 @@
 
 #include "comm/ranks.h"
 #include "comm/reducible.h"
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>

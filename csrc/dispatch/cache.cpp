@@ -47,7 +47,7 @@ Cache& Cache::of(int32_t op) {
   return *cache;
 }
 
-const rules::SolutionPtr* Cache::find(const Key& key) {
+const rules::SolutionPtr* Cache::find(const CacheKey& key) {
   const auto* found = known_.find(key);
   ++(found ? hits_ : misses_);
   return found;

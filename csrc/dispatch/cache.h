@@ -2,7 +2,7 @@
 #pragma once
 
 #include "dispatch/key.h"
-#include "layout/of_thread.h"
+#include "layout/thread_owned.h"
 #include "rules/solution.h"
 
 namespace shardtensor {
@@ -57,12 +57,12 @@ class Cache {
 
   void add_to(CacheInfo& info) const;
 
-  const rules::SolutionPtr* find(const Key& key);
+  const rules::SolutionPtr* find(const CacheKey& key);
 
  private:
   static int64_t generation(); // of all threads' tables: rises when they are cleared
 
-  ThreadTable<Key, rules::SolutionPtr> known_{4096};
+  ThreadTable<CacheKey, rules::SolutionPtr> known_{4096};
   int64_t hits_ = 0;
   int64_t misses_ = 0;
 };

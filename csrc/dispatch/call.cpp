@@ -1,15 +1,15 @@
 #include "dispatch/call.h"
 
-#include "comm/doing.h"
+#include "comm/error_context.h"
 #include "comm/traced.h"
-#include "dispatch/ahead.h"
-#include "dispatch/ask.h"
 #include "dispatch/check.h"
+#include "dispatch/eager_scalar_reduce.h"
 #include "dispatch/errors.h"
-#include "dispatch/excluded.h"
-#include "dispatch/outputs.h"
-#include "dispatch/plain.h"
-#include "dispatch/put_back.h"
+#include "dispatch/excluded_keys.h"
+#include "dispatch/meta_probe.h"
+#include "dispatch/out_arguments.h"
+#include "dispatch/plain_tensors.h"
+#include "dispatch/view_writeback.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
@@ -20,7 +20,7 @@
 namespace shardtensor {
 
 using c10::IValue;
-using rules::Run;
+using rules::KernelRun;
 using rules::Solution;
 using rules::SolutionPtr;
 using torch::jit::Stack;
@@ -135,7 +135,7 @@ void run_on_pieces(
   if (C10_UNLIKELY(is_recording() && locals.any(rules::is_empty))) {
     operands = locals.all();
   }
-  std::vector<Form> forms;
+  std::vector<ViewForm> forms;
   if (needs_forms(op, *solution, refs)) {
     forms = forms_of(op, *refs[0].tensor, stack, base);
   }
@@ -219,7 +219,7 @@ void copy_what_is_shared(const Op& op, Stack& stack, const Refs& refs) {
 void run_on_locals(const Op& op, Stack& stack, const Refs& refs, const Solution& solution, const Locals& locals) {
   if (solution.kernel && (!solution.kernel_if || locals.any(solution.kernel_if))) {
     const auto at = after_moves(refs, solution);
-    Run run{op.handle, stack, at, solution};
+    rules::KernelRun run{op.handle, stack, at, solution};
     errors::while_doing(op, [&] { solution.kernel(run); });
   } else {
     op.handle.callBoxed(&stack);
@@ -254,7 +254,7 @@ void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution
 
 void run_call(const Op& op, Stack& stack, Refs& refs, const SolutionPtr& solution) {
   const auto base = stack.size() - op.kinds.size();
-  if (C10_UNLIKELY(!solution->replicated->mesh().has_me())) {
+  if (C10_UNLIKELY(!solution->replicated->mesh().has_this_rank())) {
     return stand_aside(op, stack, base, refs, *solution);
   }
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);

@@ -1,11 +1,11 @@
 // One call on ShardTensors, from its arguments to its wrapped results: find the solution (solve.h), get this rank's local
-// tensors (localize.h), run the op or its rule's kernel, wrap the results (wrap.h). Here for boxed calls; typed.cpp and
+// tensors (inputs.h), run the op or its rule's kernel, wrap the results (outputs.h). Here for boxed calls; typed.cpp and
 // lists.cpp take the same steps with arguments in other forms.
 #pragma once
 
-#include "dispatch/localize.h"
+#include "dispatch/inputs.h"
+#include "dispatch/outputs.h"
 #include "dispatch/solve.h"
-#include "dispatch/wrap.h"
 
 namespace shardtensor {
 

@@ -1,12 +1,12 @@
 #include "dispatch/check.h"
 
-#include "comm/alike.h"
 #include "comm/comm.h"
+#include "comm/consensus.h"
 #include "comm/counts.h"
-#include "comm/doing.h"
-#include "comm/faults.h"
-#include "comm/values.h"
-#include "dispatch/excluded.h"
+#include "comm/desync.h"
+#include "comm/error_context.h"
+#include "comm/tensor_kind.h"
+#include "dispatch/excluded_keys.h"
 #include "dispatch/refs.h"
 #include "kernels/boxes.h"
 #include "tensor/move.h"
@@ -24,11 +24,11 @@ constexpr int64_t kSampled = 1024; // elements of a piece that are compared
 
 // A piece without values: it is part of a graph, it is fake, or this rank is not in the mesh.
 bool passes(const Mesh& mesh, const at::Tensor& local) {
-  return !mesh.has_me() || is_recording() || local.is_meta() || local.key_set().has_any(kStandIns);
+  return !mesh.has_this_rank() || is_recording() || local.is_meta() || local.key_set().has_any(kStandIns);
 }
 
 void same(const std::string& call, const Mesh& mesh) {
-  const comm::Aside aside;
+  const comm::UncountedGuard aside;
   const auto differ = comm::differences(call, mesh, comm::kAllDims);
   TORCH_CHECK(
       differ.empty(), "shardtensor's checking mode: the ranks of ", mesh.str(),
@@ -37,7 +37,7 @@ void same(const std::string& call, const Mesh& mesh) {
 
 uint64_t sum_of(const at::Tensor& local) {
   auto flat = kernels::resolved(local.detach()).reshape(-1);
-  if (checking() == Checking::Sampled && flat.numel() > kSampled) {
+  if (checking() == CheckingMode::Sampled && flat.numel() > kSampled) {
     flat = flat.slice(0, 0, flat.numel(), flat.numel() / kSampled);
   }
   flat = flat.contiguous().cpu();
@@ -63,30 +63,30 @@ std::string fault_of(const at::Tensor& t, const ShardTensorImpl& impl) {
   const auto lies = order_of(strides), has = order_of(local.strides());
   const bool tells = std::none_of(want.begin(), want.end(), [](int64_t n) { return n <= 1; });
   const bool spread = std::find(strides.begin(), strides.end(), 0) != strides.end();
-  if (tells && !spread && !impl.broken_view() && lies != has) {
+  if (tells && !spread && !impl.is_detached_view() && lies != has) {
     return c10::str("its piece has strides ", local.strides(), ", the tensor ", strides);
   }
   return "";
 }
 
 // The outcome of a call on this rank.
-struct End {
+struct CallOutcome {
   std::string error;                  // the error that it raised
   std::string fault;                  // describes a wrong result
   std::string replicated;             // sizes and layouts of the results that several ranks hold alike
   std::vector<size_t> same;           // by mesh dim: a hash of the pieces that all ranks along it hold alike
-  std::vector<uint64_t> drawn_before; // by mesh dim: faults::drawn() before the call; empty for what draws nothing
+  std::vector<uint64_t> drawn_before; // by mesh dim: desync::drawn() before the call; empty for what draws nothing
 };
 
 std::vector<uint64_t> drawn(const Mesh& mesh) {
   std::vector<uint64_t> out;
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
-    out.push_back(comm::faults::drawn(mesh, m));
+    out.push_back(comm::desync::drawn(mesh, m));
   }
   return out;
 }
 
-void add_result(End& end, const at::Tensor& tensor, bool has_values) {
+void add_result(CallOutcome& end, const at::Tensor& tensor, bool has_values) {
   const auto* impl = tensor.defined() ? as_shard_tensor(tensor) : nullptr;
   if (!impl || passes(impl->layout().mesh(), impl->local())) {
     return;
@@ -111,14 +111,14 @@ void add_result(End& end, const at::Tensor& tensor, bool has_values) {
 }
 
 // Raises on all ranks if one rank raised alone or has a wrong result. Needs one collective along each mesh dim.
-void same_end(const std::string& call, const Mesh& mesh, End end) {
-  const comm::Aside aside;
+void same_end(const std::string& call, const Mesh& mesh, CallOutcome end) {
+  const comm::UncountedGuard aside;
   end.same.resize(mesh.ndim());
   int64_t failed = !end.error.empty(), went_on = end.error.empty(), wrong = !end.fault.empty();
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     const auto same = static_cast<int64_t>(end.same[m] >> 1);
     const auto draws =
-        end.drawn_before.empty() ? 0 : static_cast<int64_t>((comm::faults::drawn(mesh, m) - end.drawn_before[m]) >> 1);
+        end.drawn_before.empty() ? 0 : static_cast<int64_t>((comm::desync::drawn(mesh, m) - end.drawn_before[m]) >> 1);
     const auto seen = comm::largest<7>(mesh, {failed, went_on, wrong, same, -same, draws, -draws}, uint64_t{1} << m);
     const bool differ = seen[3] != -seen[4] && !seen[0], parted = seen[5] != -seen[6] && !seen[0];
     failed = seen[0], went_on = seen[1], wrong = seen[2] || differ || parted;
@@ -150,11 +150,11 @@ void same_end(const std::string& call, const Mesh& mesh, End end) {
 
 } // namespace
 
-void set_checking(Checking value) {
+void set_checking(CheckingMode value) {
   check::g_checking = static_cast<uint8_t>(value);
 }
-Checking checking() {
-  return static_cast<Checking>(check::g_checking.load());
+CheckingMode checking() {
+  return static_cast<CheckingMode>(check::g_checking.load());
 }
 
 namespace check {
@@ -168,7 +168,7 @@ void same_call(const std::string& call, const Mesh& mesh, const at::Tensor& loca
 void result(const std::string& what, const at::Tensor& tensor) {
   const auto& impl = shard_tensor(tensor, "a result");
   if (!passes(impl.layout().mesh(), impl.local())) {
-    End end;
+    CallOutcome end;
     add_result(end, tensor, /*has_values=*/true);
     same_end(what, impl.layout().mesh(), std::move(end));
   }
@@ -205,8 +205,8 @@ bool holds_summands(const c10::IValue& value) {
 
 // Rules never read values, so summands are multiplied and divided like any numbers. If a factor is infinite or a divisor is 0,
 // the sum can be NaN where the whole result is not. To find this, run the same call on whole operands.
-void same_as_whole(const Op& op, RunOn run, torch::jit::Stack args, c10::ArrayRef<c10::IValue> results, const Mesh& mesh) {
-  const comm::Aside aside;
+void same_as_whole(const Op& op, RunFn run, torch::jit::Stack args, c10::ArrayRef<c10::IValue> results, const Mesh& mesh) {
+  const comm::UncountedGuard aside;
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   bool odd = false;
   for (const auto& value : results) {
@@ -239,7 +239,7 @@ void same_as_whole(const Op& op, RunOn run, torch::jit::Stack args, c10::ArrayRe
 
 } // namespace
 
-void around(const Op& op, torch::jit::Stack* stack, RunOn run) {
+void around(const Op& op, torch::jit::Stack* stack, RunFn run) {
   const auto base = stack->size() - op.kinds.size();
   const auto refs = collect(op, *stack, base);
   MeshPtr mesh;
@@ -263,7 +263,7 @@ void around(const Op& op, torch::jit::Stack* stack, RunOn run) {
   if (!op.mutated && !op.is_view && std::any_of(stack->begin() + static_cast<int64_t>(base), stack->end(), holds_summands)) {
     given.assign(stack->begin() + static_cast<int64_t>(base), stack->end());
   }
-  End end;
+  CallOutcome end;
   end.drawn_before = drawn(*mesh);
   std::exception_ptr failed;
   try {

@@ -11,9 +11,9 @@
 
 namespace shardtensor {
 
-enum class Checking : uint8_t { Off, Sampled, Full };
-void set_checking(Checking checking);
-Checking checking();
+enum class CheckingMode : uint8_t { Off, Sampled, Full };
+void set_checking(CheckingMode checking);
+CheckingMode checking();
 
 namespace check {
 
@@ -22,10 +22,10 @@ inline bool on() {
   return C10_UNLIKELY(g_checking.load(std::memory_order_relaxed));
 }
 
-using RunOn = c10::function_ref<void(torch::jit::Stack*)>;
+using RunFn = c10::function_ref<void(torch::jit::Stack*)>;
 // Runs an op's call on the stack. Raises on every rank of the mesh if one rank runs another call, if one rank raises alone, or if
 // a result is wrong. It may run again on whole operands.
-void around(const Op& op, torch::jit::Stack* stack, RunOn run);
+void around(const Op& op, torch::jit::Stack* stack, RunFn run);
 
 // The same for functions that are not ops: `call` describes the function, `local` is this rank's piece.
 void same_call(const std::string& call, const Mesh& mesh, const at::Tensor& local);

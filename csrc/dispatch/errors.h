@@ -1,7 +1,7 @@
 // The texts of the handler's errors, so that all read alike: op, argument, layouts, rank, way out.
 #pragma once
 
-#include "comm/doing.h"
+#include "comm/error_context.h"
 #include "dispatch/op.h"
 
 namespace shardtensor::errors {

@@ -1,11 +1,11 @@
 #include "dispatch/handler.h"
 
+#include "dispatch/alternative_paths.h"
 #include "dispatch/call.h"
+#include "dispatch/foreign_ops.h"
 #include "dispatch/lists.h"
 #include "dispatch/op.h"
-#include "dispatch/others.h"
-#include "dispatch/plain.h"
-#include "dispatch/special.h"
+#include "dispatch/plain_tensors.h"
 #include "dispatch/typed.h"
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -44,17 +44,17 @@ void refuse_collective(const std::string& name) {
 }
 
 // Ops that are defined after the import (torch.library).
-struct LateOps {
+struct LateOpTable {
   std::mutex mutex;
   std::unordered_map<std::string, const Op*> known;
 };
-LateOps& late_ops() {
-  static auto* late = new LateOps();
+LateOpTable& late_ops() {
+  static auto* late = new LateOpTable();
   return *late;
 }
 
 // An op of the same name may be defined again, for example if a notebook cell runs twice.
-struct ForgetLateOps final : c10::OpRegistrationListener {
+struct DeregistrationListener final : c10::OpRegistrationListener {
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
     auto& late = late_ops();
@@ -83,12 +83,12 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
 // Ops of other libraries whose kernel is one for all backends. That kernel would come before the key's fallback and get the
 // ShardTensors themselves, so these have the fallback as a kernel of their own. If the op's definition goes away, this kernel
 // stays.
-struct TakenOps {
+struct FallbackKernels {
   std::mutex mutex;
   std::unordered_map<std::string, c10::RegistrationHandleRAII> known;
 };
-TakenOps& taken_ops() {
-  static auto* taken = new TakenOps();
+FallbackKernels& fallback_kernels() {
+  static auto* taken = new FallbackKernels();
   return *taken;
 }
 
@@ -119,7 +119,7 @@ void settle_op(const std::string& name, const std::string& overload) {
   const c10::OperatorName whole(name, overload);
   const auto op = dispatcher.findSchema(whole);
   const auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
-  auto& taken = taken_ops();
+  auto& taken = fallback_kernels();
   std::lock_guard<std::mutex> lock(taken.mutex);
   const auto found = taken.known.find(c10::toString(whole));
   const bool held = found != taken.known.end();
@@ -139,7 +139,7 @@ int64_t install_handler() {
   static std::deque<torch::Library> libraries;
   static std::deque<c10::RegistrationHandleRAII> registrations;
   auto& dispatcher = c10::Dispatcher::singleton();
-  registrations.push_back(dispatcher.addRegistrationListener(std::make_unique<ForgetLateOps>()));
+  registrations.push_back(dispatcher.addRegistrationListener(std::make_unique<DeregistrationListener>()));
   auto& rest = libraries.emplace_back(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   rest.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
   for (const auto key : {c10::DispatchKey::SparsePrivateUse2, c10::DispatchKey::SparseCsrPrivateUse2}) {
@@ -179,7 +179,7 @@ int64_t install_handler() {
       auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
       on(kKey, typed ? std::move(*typed) : is_special(op) ? boxed<run_special>(op) : boxed<run_usual>(op));
     }
-    if (has_entrance(op)) {
+    if (may_promote(op)) {
       auto recorder = typed_record(op);
       on(kAutogradKey, recorder ? std::move(*recorder) : boxed<record>(op));
     }

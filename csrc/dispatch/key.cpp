@@ -1,10 +1,10 @@
 #include "dispatch/key.h"
 
-#include "dispatch/ask.h"
+#include "dispatch/meta_probe.h"
 
 namespace shardtensor {
 
-c10::Scalar Key::guarded(const c10::Scalar& symbol) {
+c10::Scalar CacheKey::guarded(const c10::Scalar& symbol) {
   if (symbol.isFloatingPoint()) {
     return symbol.toSymFloat().guard_float(__FILE__, __LINE__);
   }
@@ -15,7 +15,7 @@ c10::Scalar Key::guarded(const c10::Scalar& symbol) {
 namespace {
 
 // The order of a result's dims depends on the order of the operands' dims, and on whether operands have gaps or overlaps.
-void push_form(Key& key, const at::Tensor& t) {
+void push_form(CacheKey& key, const at::Tensor& t) {
   const auto sizes = t.sizes(), strides = t.strides();
   uint64_t word = t.is_non_overlapping_and_dense();
   for (const auto s : strides) {
@@ -25,7 +25,7 @@ void push_form(Key& key, const at::Tensor& t) {
   for (const auto d : exact_order_of(sizes, strides)) {
     key.push(static_cast<uint64_t>(d));
   }
-  key.push(Key::kOrder);
+  key.push(CacheKey::kOrder);
   if (C10_UNLIKELY(is_ordered_by_sizes(t))) {
     key.push_all(sizes);
   }
@@ -33,8 +33,8 @@ void push_form(Key& key, const at::Tensor& t) {
 
 } // namespace
 
-Key key_of(const Op& op, const Refs& refs) {
-  Key key(op.reads());
+CacheKey key_of(const Op& op, const Refs& refs) {
+  CacheKey key(op.reads());
   for (const auto& r : refs) {
     const auto shape = sizes_of(r);
     uint64_t ones = 0;
@@ -64,14 +64,14 @@ Key key_of(const Op& op, const Refs& refs) {
   return key;
 }
 
-void add_sizes(const Refs& refs, Key& key) {
-  key.push(Key::kSizes);
+void add_sizes(const Refs& refs, CacheKey& key) {
+  key.push(CacheKey::kSizes);
   for (const auto& r : refs) {
     key.push_all(sizes_of(r));
   }
 }
 
-Key key_of(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs) {
+CacheKey key_of(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs) {
   auto key = key_of(op, refs);
   for (size_t i = 0; i < op.kinds.size(); ++i) {
     const auto& value = stack[base + i];
@@ -84,21 +84,21 @@ Key key_of(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs
   return key;
 }
 
-void push(Key& key, const c10::IValue& v) {
+void push(CacheKey& key, const c10::IValue& v) {
   if (v.isNone()) {
-    key.push(Key::kNone);
+    key.push(CacheKey::kNone);
   } else if (v.isScalar() || v.isUnsigned()) {
     push(key, v.toScalar());
   } else if (v.isIntList()) {
     push(key, c10::IntArrayRef(v.toDimVector()));
   } else if (v.isString()) {
-    key.push(Key::kString, std::hash<std::string>()(v.toStringRef()));
+    key.push(CacheKey::kString, std::hash<std::string>()(v.toStringRef()));
   } else if (v.isDevice()) {
     push(key, v.toDevice());
   } else {
     TORCH_INTERNAL_ASSERT(v.isList(), "a rule has read a ", v.tagKind(), ", which no key of the cache can hold");
     const auto list = v.toListRef();
-    key.push(Key::kList, list.size());
+    key.push(CacheKey::kList, list.size());
     for (const auto& x : list) {
       push(key, x);
     }

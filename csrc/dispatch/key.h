@@ -10,10 +10,10 @@
 
 namespace shardtensor {
 
-class Key {
+class CacheKey {
  public:
   // `reads`: which facts of a call the key holds, as the bits of Reads.
-  explicit Key(uint64_t reads) : reads_(reads) {
+  explicit CacheKey(uint64_t reads) : reads_(reads) {
     push(reads); // so that equal words mean equal facts
   }
   uint64_t reads() const {
@@ -73,7 +73,7 @@ class Key {
   uint64_t hash() const {
     return hash_ ^ hash_ >> 32;
   }
-  bool operator==(const Key& o) const {
+  bool operator==(const CacheKey& o) const {
     return hash_ == o.hash_ && words_ == o.words_;
   }
 
@@ -87,61 +87,61 @@ class Key {
 
 // The key of a call without its non-tensor arguments: layouts, numbers of dims, dims of size 1, dtypes, orders of dims in
 // memory, and the sizes and strides that the op's rule reads.
-Key key_of(const Op& op, const Refs& refs);
-void add_sizes(const Refs& refs, Key& key);
+CacheKey key_of(const Op& op, const Refs& refs);
+void add_sizes(const Refs& refs, CacheKey& key);
 
 // The same with boxed arguments.
-Key key_of(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
+CacheKey key_of(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // ---- the words of one non-tensor argument, boxed or not; a tensor adds none ----
 
-inline void push(Key& key, int64_t v) {
-  key.push(Key::kInt, static_cast<uint64_t>(v));
+inline void push(CacheKey& key, int64_t v) {
+  key.push(CacheKey::kInt, static_cast<uint64_t>(v));
 }
-inline void push(Key& key, bool v) {
-  key.push(v ? Key::kTrue : Key::kFalse);
+inline void push(CacheKey& key, bool v) {
+  key.push(v ? CacheKey::kTrue : CacheKey::kFalse);
 }
-inline void push(Key& key, double v) {
-  key.push(Key::kDouble, std::bit_cast<uint64_t>(v));
+inline void push(CacheKey& key, double v) {
+  key.push(CacheKey::kDouble, std::bit_cast<uint64_t>(v));
 }
-inline void push(Key& key, at::ScalarType v) {
+inline void push(CacheKey& key, at::ScalarType v) {
   push(key, static_cast<int64_t>(v));
 }
-inline void push(Key& key, at::MemoryFormat v) {
+inline void push(CacheKey& key, at::MemoryFormat v) {
   push(key, static_cast<int64_t>(v));
 }
-inline void push(Key& key, c10::IntArrayRef v) {
-  key.push(Key::kInts, v.size());
+inline void push(CacheKey& key, c10::IntArrayRef v) {
+  key.push(CacheKey::kInts, v.size());
   key.push_all(v);
 }
-inline void push(Key& key, c10::SymIntArrayRef v) {
+inline void push(CacheKey& key, c10::SymIntArrayRef v) {
   push(key, C10_AS_INTARRAYREF_SLOW(v));
 }
-inline void push(Key& key, const at::OptionalIntArrayRef& v) {
+inline void push(CacheKey& key, const at::OptionalIntArrayRef& v) {
   if (v) {
     push(key, *v);
   } else {
-    key.push(Key::kNone);
+    key.push(CacheKey::kNone);
   }
 }
-inline void push(Key& key, const c10::Scalar& v) {
+inline void push(CacheKey& key, const c10::Scalar& v) {
   key.push_scalar(v);
 }
 template <typename T>
-inline void push(Key& key, const std::optional<T>& v) {
+inline void push(CacheKey& key, const std::optional<T>& v) {
   if (v) {
     push(key, *v);
   } else {
-    key.push(Key::kNone);
+    key.push(CacheKey::kNone);
   }
 }
-inline void push(Key&, const at::Tensor&) {}
-inline void push(Key&, const std::optional<at::Tensor>&) {}
-inline void push(Key&, const at::ITensorListRef&) {}
-inline void push(Key&, at::TensorList) {}
-inline void push(Key& key, c10::Device v) {
-  key.push(Key::kDevice, static_cast<uint64_t>(v.type()));
+inline void push(CacheKey&, const at::Tensor&) {}
+inline void push(CacheKey&, const std::optional<at::Tensor>&) {}
+inline void push(CacheKey&, const at::ITensorListRef&) {}
+inline void push(CacheKey&, at::TensorList) {}
+inline void push(CacheKey& key, c10::Device v) {
+  key.push(CacheKey::kDevice, static_cast<uint64_t>(v.type()));
 }
-void push(Key& key, const c10::IValue& v);
+void push(CacheKey& key, const c10::IValue& v);
 
 } // namespace shardtensor

@@ -4,9 +4,9 @@
 #include "dispatch/call.h"
 #include "dispatch/check.h"
 #include "dispatch/errors.h"
-#include "dispatch/excluded.h"
-#include "dispatch/plain.h"
-#include "dispatch/writable.h"
+#include "dispatch/excluded_keys.h"
+#include "dispatch/plain_tensors.h"
+#include "dispatch/write_check.h"
 #include "tensor/lists.h"
 #include "tensor/move.h"
 #include "tensor/overlap.h"
@@ -26,7 +26,7 @@ using rules::SolutionPtr;
 using torch::jit::Stack;
 
 // One index of the lists, followed by the tensors that are not in lists.
-struct Element {
+struct ListEntry {
   Refs refs;                             // all of index 0, so that the indices share their cache entries
   c10::SmallVector<size_t, 6> positions; // of refs among all refs
   SolutionPtr solution;                  // null: nothing moves
@@ -36,9 +36,9 @@ struct Element {
 };
 
 // The entries of the lists. Lists of another length than the first (amsgrad's empty one) are passed unchanged.
-std::vector<Element> elements_of(const Refs& refs) {
-  std::vector<Element> out;
-  const auto add = [&refs](Element& e, size_t i) {
+std::vector<ListEntry> elements_of(const Refs& refs) {
+  std::vector<ListEntry> out;
+  const auto add = [&refs](ListEntry& e, size_t i) {
     e.refs.push_back(refs[i]);
     e.refs.back().index = std::min<int32_t>(refs[i].index, 0);
     e.positions.push_back(i);
@@ -64,7 +64,7 @@ std::vector<Element> elements_of(const Refs& refs) {
 }
 
 // Whether the entry's tensors have one layout, without summands, and one shape: an elementwise op then needs no communication.
-bool stays(const Element& e) {
+bool stays(const ListEntry& e) {
   const Ref* lead = nullptr;
   for (const auto& r : e.refs) {
     if (!r.impl && r.tensor->dim() == 0) {
@@ -79,11 +79,11 @@ bool stays(const Element& e) {
 }
 
 // Collects the moves of all entries and makes them together.
-class Moves {
+class MoveQueue {
  public:
-  using Put = std::function<void(at::Tensor)>; // gets the piece
+  using PutFn = std::function<void(at::Tensor)>; // gets the piece
 
-  void add(Request request, Put put) {
+  void add(MoveRequest request, PutFn put) {
     requests_.push_back(std::move(request));
     puts_.push_back(std::move(put));
   }
@@ -95,21 +95,22 @@ class Moves {
   }
 
  private:
-  std::vector<Request> requests_;
-  std::vector<Put> puts_;
+  std::vector<MoveRequest> requests_;
+  std::vector<PutFn> puts_;
 };
 
 // Moves the tensors of an entry to the layouts of its solution, into `locals`, which has one tensor per ref of the whole call.
-void move(const Op& op, const Element& e, Moves& moves, std::vector<at::Tensor>& locals) {
+void move(const Op& op, const ListEntry& e, MoveQueue& moves, std::vector<at::Tensor>& locals) {
   for (size_t k = 0; k < e.refs.size(); ++k) {
     const auto& ref = e.refs[k];
     if (!e.solution->operands[k]) {
       continue;
     }
     const bool written = op.mutated >> ref.arg & 1;
-    Request request{*ref.tensor, e.solution->operands[k], cause_of(op, ref), written ? For::Owning : For::Reading};
+    MoveRequest request{
+        *ref.tensor, e.solution->operands[k], cause_of(op, ref), written ? MovePurpose::Owning : MovePurpose::Reading};
     if (!ref.impl || written) {
-      request.from = Placed{locals[e.positions[k]], ref.impl ? ref.impl->layout_ptr() : e.solution->replicated};
+      request.from = PieceInLayout{locals[e.positions[k]], ref.impl ? ref.impl->layout_ptr() : e.solution->replicated};
     }
     moves.add(std::move(request), [&to = locals[e.positions[k]]](at::Tensor piece) { to = std::move(piece); });
   }
@@ -136,13 +137,13 @@ void put_local(Stack& stack, size_t base, const Refs& refs, const Local& local, 
 }
 
 // Runs a rule's kernel on lists of one entry, for cases that the op itself would refuse, such as the norm of an empty piece.
-void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const std::vector<at::Tensor>& locals) {
+void run_kernel(const Op& op, const Stack& stack, size_t base, ListEntry& e, const std::vector<at::Tensor>& locals) {
   Stack one(stack.begin() + static_cast<int64_t>(base), stack.end());
   std::vector<IValue> kept;
   put_local(
       one, 0, e.refs, [&](size_t k) { return locals[e.positions[k]]; }, kept);
   const auto at = after_moves(e.refs, *e.solution);
-  rules::Run run{op.handle, one, at, *e.solution};
+  rules::KernelRun run{op.handle, one, at, *e.solution};
   errors::while_doing(op, [&] { e.solution->kernel(run); });
   if (!one.empty()) {
     std::vector<at::Tensor> own;
@@ -154,7 +155,7 @@ void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const
 }
 
 // Copies the local tensors of an entry if their strides do not match.
-void make_dense(Element& e, std::vector<at::Tensor>& locals) {
+void make_dense(ListEntry& e, std::vector<at::Tensor>& locals) {
   const auto is_one = [&](size_t i) { return locals[i].dim() > 0; };
   const auto lead = std::find_if(e.positions.begin(), e.positions.end(), is_one);
   if (lead == e.positions.end() || std::all_of(e.positions.begin(), e.positions.end(), [&](size_t i) {
@@ -171,7 +172,7 @@ void make_dense(Element& e, std::vector<at::Tensor>& locals) {
   }
 }
 
-bool needs_kernel(const Element& e, const std::vector<at::Tensor>& locals) {
+bool needs_kernel(const ListEntry& e, const std::vector<at::Tensor>& locals) {
   const auto is = e.solution ? e.solution->kernel_if : nullptr;
   return is && std::any_of(e.positions.begin(), e.positions.end(), [&](size_t i) { return is(locals[i]); });
 }
@@ -181,7 +182,7 @@ at::Tensor nothing(const at::Tensor& local) {
   return at::zeros({1}, local.options());
 }
 
-at::Tensor wrap_element(const Op& op, const Element& e, at::Tensor local) {
+at::Tensor wrap_element(const Op& op, const ListEntry& e, at::Tensor local) {
   if (e.plain) {
     return local; // a plain tensor among ShardTensors' lists stays plain
   }
@@ -205,7 +206,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
   for (const auto& r : refs) {
     locals.push_back(r.impl ? r.impl->local() : *r.tensor);
   }
-  Moves moves;
+  MoveQueue moves;
   for (auto& e : elements) {
     if (e.plain) {
       continue;
@@ -219,7 +220,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
     }
     if (!op.entry->options.elementwise || any_symbolic(e.refs) || !stays(e)) {
       e.solution = find_solution(op, stack, base, e.refs);
-      check_alike(op, e.refs, *e.solution);
+      check_must_match(op, e.refs, *e.solution);
       move(op, e, moves, locals);
     }
   }
@@ -242,7 +243,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
   put_local(
       stack, base, refs, [&](size_t i) { return locals[i]; }, kept);
   op.handle.callBoxed(stack_ptr);
-  Moves back;
+  MoveQueue back;
   for (const auto& e : elements) {
     for (size_t k = 0; k < e.refs.size(); ++k) {
       const auto& owner = e.refs[k];
@@ -253,7 +254,9 @@ void run_lists(const Op& op, Stack* stack_ptr) {
       if (e.solution && e.solution->write_back.has(k)) {
         const auto& to = owner.impl ? owner.impl->layout_ptr() : e.solution->replicated;
         back.add(
-            {*owner.tensor, to, cause_of(op, owner, kWrittenBack), For::Reading, Placed{local, e.solution->operands[k]}}, put);
+            {*owner.tensor, to, cause_of(op, owner, kWrittenBack), MovePurpose::Reading,
+             PieceInLayout{local, e.solution->operands[k]}},
+            put);
       } else if (e.copied.has(k) && (op.mutated >> owner.arg & 1)) {
         put(local);
       }
@@ -278,7 +281,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
 
 // Whether an index reads or writes what another index writes.
 bool indices_overlap(const Op& op, const Refs& refs) {
-  c10::SmallVector<Use, 16> uses;
+  c10::SmallVector<TensorAccess, 16> uses;
   for (const auto& r : refs) {
     if (r.impl && r.index >= 0) {
       uses.push_back({r.tensor, r.impl, (op.mutated >> r.arg & 1) != 0, static_cast<size_t>(r.index)});

@@ -34,7 +34,7 @@ const Tokens& tokens() {
 
 } // namespace
 
-std::optional<int> OwnMode::get() const {
+std::optional<int> ThreadMode::get() const {
   if (ThreadLocalPythonObjects::contains(name_)) {
     const auto& held = ThreadLocalPythonObjects::get(name_);
     for (size_t i = 0; i < tokens().size(); ++i) {
@@ -46,7 +46,7 @@ std::optional<int> OwnMode::get() const {
   return std::nullopt;
 }
 
-void OwnMode::set(std::optional<int> value) const {
+void ThreadMode::set(std::optional<int> value) const {
   // Torch 2.11 cannot erase a name: one that holds null stands for no value.
   ThreadLocalPythonObjects::set(name_, value ? tokens().at(static_cast<size_t>(*value)) : nullptr);
 }
@@ -62,13 +62,13 @@ Promotion promotion() {
   return own ? static_cast<Promotion>(*own) : common_promotion();
 }
 
-AsReplicated::AsReplicated() {
+AsReplicatedGuard::AsReplicatedGuard() {
   ++t_as_replicated;
 }
-AsReplicated::~AsReplicated() {
+AsReplicatedGuard::~AsReplicatedGuard() {
   --t_as_replicated;
 }
-bool AsReplicated::alive() {
+bool AsReplicatedGuard::alive() {
   return t_as_replicated > 0;
 }
 
@@ -81,7 +81,7 @@ void set_strict_mode(bool strict) {
 }
 
 int64_t state_of_modes() {
-  const auto number = [](const OwnMode& mode) { return static_cast<int64_t>(mode.get().value_or(-1) + 1); };
+  const auto number = [](const ThreadMode& mode) { return static_cast<int64_t>(mode.get().value_or(-1) + 1); };
   return static_cast<int64_t>(g_promotion.load()) | number(kOwnPromotion) << 2 | number(kPlainTargets) << 4 | strict_mode() << 6;
 }
 

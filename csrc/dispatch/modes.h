@@ -10,9 +10,9 @@ namespace shardtensor {
 enum class Promotion : uint8_t { Error, Warn, Replicate };
 
 // A mode that a thread may set for itself. torch passes it on to the autograd threads that run the thread's backward.
-class OwnMode {
+class ThreadMode {
  public:
-  explicit constexpr OwnMode(const char* name) : name_(name) {}
+  explicit constexpr ThreadMode(const char* name) : name_(name) {}
   std::optional<int> get() const;
   void set(std::optional<int> value) const; // 0 to 2
 
@@ -20,8 +20,8 @@ class OwnMode {
   const char* name_;
 };
 
-inline constexpr OwnMode kOwnPromotion{"shardtensor.promotion"};
-inline constexpr OwnMode kPlainTargets{"shardtensor.plain_targets"}; // losses of class labels take plain targets and weights
+inline constexpr ThreadMode kOwnPromotion{"shardtensor.promotion"};
+inline constexpr ThreadMode kPlainTargets{"shardtensor.plain_targets"}; // losses of class labels take plain targets and weights
 
 // The mode of threads that have set none.
 Promotion common_promotion();
@@ -29,12 +29,12 @@ void set_common_promotion(Promotion mode);
 Promotion promotion(); // this thread's
 
 // While it lives, plain tensors count as replicated on this thread, whatever the mode.
-class AsReplicated {
+class AsReplicatedGuard {
  public:
-  AsReplicated();
-  ~AsReplicated();
-  AsReplicated(const AsReplicated&) = delete;
-  AsReplicated& operator=(const AsReplicated&) = delete;
+  AsReplicatedGuard();
+  ~AsReplicatedGuard();
+  AsReplicatedGuard(const AsReplicatedGuard&) = delete;
+  AsReplicatedGuard& operator=(const AsReplicatedGuard&) = delete;
   static bool alive();
 };
 

@@ -23,7 +23,7 @@ struct Op {
   std::string name; // "aten::add.Tensor"
   c10::SmallVector<ArgKind, 8> kinds;
   uint64_t mutated = 0; // bit i: argument i is written
-  uint64_t outputs = 0; // those of them that are not read (out=)
+  uint64_t outputs = 0; // the written arguments that are not read (out=)
   // Per return: the argument it is (in-place, out=), or -1.
   c10::SmallVector<int8_t, 2> returns_argument;
   bool is_view = false;       // a return shares memory with argument 0
@@ -55,7 +55,7 @@ struct Op {
 
 // Whether torch or shardtensor defines the op of this name ("aten::add.Tensor"), not another library.
 bool is_known(const std::string& name);
-// What the rules have for such an op, or null. Rules name it "add.Tensor" or "shardtensor::embedding_backward".
+// The rules' entry for such an op, or null. Rules name it "add.Tensor" or "shardtensor::embedding_backward".
 const rules::Entry* entry_of(const std::string& name);
 
 // Adds an op, before the handler is registered for it.

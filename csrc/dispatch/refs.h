@@ -1,7 +1,7 @@
 // The tensors among a call's arguments.
 #pragma once
 
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "dispatch/op.h"
 #include "tensor/shard_tensor.h"
 

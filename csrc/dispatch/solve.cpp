@@ -1,11 +1,11 @@
 #include "dispatch/solve.h"
 
-#include "dispatch/ask.h"
 #include "dispatch/errors.h"
-#include "dispatch/localize.h"
+#include "dispatch/inputs.h"
+#include "dispatch/meta_probe.h"
 #include "dispatch/modes.h"
 #include "redistribute/watch.h"
-#include "rules/exact.h"
+#include "rules/exact_dtypes.h"
 #include "rules/resolve/resolve.h"
 
 #include <ATen/ATen.h>
@@ -31,7 +31,7 @@ void describe(const Op& op, const Refs& refs, const Layout& replicated, Call& ca
 }
 
 // Whether a call gathers pieces: because it must (strict mode raises), or because no other layout costs less.
-enum class Gathers { No, Needed, Chosen };
+enum class GatherReason { No, Needed, Chosen };
 
 // Whether every operand is used whole.
 bool needs_whole(const rules::Rule& rule) {
@@ -53,27 +53,29 @@ bool makes_whole(const Call& call, const Solution& solution) {
   return false;
 }
 
-void check_gather(const Op& op, const Call& call, Gathers how) {
-  if (how == Gathers::Needed && strict_mode()) {
+void check_gather(const Op& op, const Call& call, GatherReason how) {
+  if (how == GatherReason::Needed && strict_mode()) {
     errors::gathers(op, call);
   }
   on_gather(op.name, errors::why_gathered(op), errors::layouts_of(call));
 }
 
-struct Solved {
+struct SolveResult {
   c10::intrusive_ptr<Solution> solution;
-  Gathers gathers;
+  GatherReason gathers;
 };
 
 // By the op's rule: a function of the call alone, and of its global facts. Nothing in here runs Python.
-Solved solve(const Op& op, const Call& call) {
+SolveResult solve(const Op& op, const Call& call) {
   const bool has_rule = op.entry && op.entry->rule;
   auto rule = has_rule ? op.entry->rule(call) : rules::replicate(call);
   rules::without_infinities(call, rule);
   const auto reads = call.reads(); // before resolve(): if that reads sizes, the solution is marked `sized`
   auto solution = rules::resolve(call, rule);
   solution->reads = reads;
-  const auto gathers = !makes_whole(call, *solution) ? Gathers::No : needs_whole(rule) ? Gathers::Needed : Gathers::Chosen;
+  const auto gathers = !makes_whole(call, *solution) ? GatherReason::No
+                       : needs_whole(rule)           ? GatherReason::Needed
+                                                     : GatherReason::Chosen;
   return {std::move(solution), gathers};
 }
 
@@ -86,7 +88,7 @@ bool has_symbols(const Op& op, const Stack& stack, size_t base, const Refs& refs
 }
 
 // Whether a rank's piece may be empty. Symbols are never 0, and neither are even pieces of one.
-bool may_be_empty(const rules::Run::At& operand) {
+bool may_be_empty(const rules::KernelRun::OperandInfo& operand) {
   bool out = false;
   const auto pieces = sym_local_sizes(*operand.layout, operand.symbols);
   for (int64_t d = 0; d < operand.dim(); ++d) {
@@ -127,7 +129,7 @@ SolutionPtr new_solution(const Op& op, const Stack& stack, size_t base, const Re
     ask_kernel(op, stack, base, call, refs);
   }
   auto [solution, gathers] = solve(op, call);
-  if (gathers != Gathers::No) {
+  if (gathers != GatherReason::No) {
     check_gather(op, call, gathers);
   }
   if (has_rule) {
@@ -150,7 +152,7 @@ SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const R
     return solution;
   }
   return Cache::get(
-      op.id, [&] { return key_of(op, stack, base, refs); }, [&](Key& key) { add_sizes(refs, key); },
+      op.id, [&] { return key_of(op, stack, base, refs); }, [&](CacheKey& key) { add_sizes(refs, key); },
       [&] { return new_solution(op, stack, base, refs); });
 }
 

@@ -5,7 +5,7 @@
 
 namespace shardtensor {
 
-// By the op's rule and, where only torch knows (see ask.h), by its answers. For boxed arguments.
+// By the op's rule and, where only torch knows (see meta_probe.h), by its answers. For boxed arguments.
 rules::SolutionPtr new_solution(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // The cached one for boxed arguments, or a new one. `refs` may be some of the tensors: one index of lists.

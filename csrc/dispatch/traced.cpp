@@ -1,8 +1,8 @@
 #include "dispatch/traced.h"
 
+#include "dispatch/alternative_paths.h"
 #include "dispatch/call.h"
-#include "dispatch/plain.h"
-#include "dispatch/special.h"
+#include "dispatch/plain_tensors.h"
 
 #include <ATen/ATen.h>
 

@@ -3,9 +3,9 @@
 #include "dispatch/call.h"
 #include "dispatch/check.h"
 #include "dispatch/errors.h"
-#include "dispatch/excluded.h"
+#include "dispatch/excluded_keys.h"
 #include "dispatch/kernel_table.h"
-#include "dispatch/plain.h"
+#include "dispatch/plain_tensors.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/boxing/impl/boxing.h>
@@ -63,7 +63,7 @@ void collect(size_t, const T&, Refs&) {}
 
 // ---- the same argument with local tensors in it ----
 
-struct Localizer {
+struct ArgumentLocalizer {
   const rules::Solution& solution;
   const Refs& refs;
   const Locals& locals;
@@ -75,14 +75,14 @@ struct Localizer {
 };
 
 // A list of tensors that others own.
-class Borrowed {
+class BorrowedList {
   using Borrow = c10::MaybeOwnedTraits<Tensor>;
 
  public:
-  Borrowed() = default;
-  Borrowed(const Borrowed&) = delete;
-  Borrowed& operator=(const Borrowed&) = delete;
-  ~Borrowed() {
+  BorrowedList() = default;
+  BorrowedList(const BorrowedList&) = delete;
+  BorrowedList& operator=(const BorrowedList&) = delete;
+  ~BorrowedList() {
     std::for_each(tensors_.begin(), tensors_.end(), &Borrow::destroyBorrow);
   }
   void add(const Tensor& t) {
@@ -98,40 +98,40 @@ class Borrowed {
 
 // The local form of an argument, and the memory that it needs while the op runs; the default is the argument itself.
 template <typename T>
-struct Localized {
-  const T& operator()(Localizer&, size_t, const T& given) {
+struct LocalArgument {
+  const T& operator()(ArgumentLocalizer&, size_t, const T& given) {
     return given;
   }
 };
 template <>
-struct Localized<const Tensor&> {
-  Tensor& operator()(Localizer& l, size_t, const Tensor& given) {
+struct LocalArgument<const Tensor&> {
+  Tensor& operator()(ArgumentLocalizer& l, size_t, const Tensor& given) {
     return const_cast<Tensor&>(l.local(given)); // in-place ops take their first argument like this
   }
 };
 template <>
-struct Localized<Tensor&> : Localized<const Tensor&> {};
+struct LocalArgument<Tensor&> : LocalArgument<const Tensor&> {};
 template <>
-struct Localized<const std::optional<Tensor>&> {
+struct LocalArgument<const std::optional<Tensor>&> {
   std::optional<Tensor> kept;
-  const std::optional<Tensor>& operator()(Localizer& l, size_t, const std::optional<Tensor>& given) {
+  const std::optional<Tensor>& operator()(ArgumentLocalizer& l, size_t, const std::optional<Tensor>& given) {
     return given && given->defined() ? kept = l.local(*given) : given;
   }
 };
 template <>
-struct Localized<at::TensorList> {
-  Borrowed kept;
-  at::TensorList operator()(Localizer& l, size_t, const at::ITensorListRef& given) {
+struct LocalArgument<at::TensorList> {
+  BorrowedList kept;
+  at::TensorList operator()(ArgumentLocalizer& l, size_t, const at::ITensorListRef& given) {
     for_each(given, [&](const Tensor& t) { kept.add(l.local(t)); });
     return kept.list();
   }
 };
 template <>
-struct Localized<const at::ITensorListRef&> : Localized<at::TensorList> {};
+struct LocalArgument<const at::ITensorListRef&> : LocalArgument<at::TensorList> {};
 template <>
-struct Localized<c10::SymIntArrayRef> {
+struct LocalArgument<c10::SymIntArrayRef> {
   Sizes kept;
-  c10::SymIntArrayRef operator()(Localizer& l, size_t i, c10::SymIntArrayRef given) {
+  c10::SymIntArrayRef operator()(ArgumentLocalizer& l, size_t i, c10::SymIntArrayRef given) {
     if (l.solution.sizes_arg != static_cast<int64_t>(i) || !l.solution.results[0].layout->is_sharded()) {
       return given; // a result that nothing cuts has its global sizes on every rank
     }
@@ -164,7 +164,7 @@ Tensor& first(First& f, Rest&...) {
 
 // The same call on a stack.
 template <typename Result, typename... Args>
-struct Boxed {
+struct BoxedCall {
   template <typename Run>
   static Result call(const Run& run, Args... args) {
     Stack stack = c10::impl::boxArgs<Args...>(args...);
@@ -178,7 +178,7 @@ struct Boxed {
 };
 
 template <typename T>
-void push_read(Key& key, size_t arg, const T& value) {
+void push_read(CacheKey& key, size_t arg, const T& value) {
   if (key.holds(rules::Reads::arg(arg))) {
     push(key, value);
   } else if constexpr (std::is_arithmetic_v<T> || std::is_same_v<T, c10::Scalar>) {
@@ -204,7 +204,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   template <size_t... I>
   Result run(std::index_sequence<I...>, Args... args) {
     if (check::on()) {
-      return Boxed<Result, Args...>::call([&](Stack* stack) { handle(op_, stack); }, args...);
+      return BoxedCall<Result, Args...>::call([&](Stack* stack) { handle(op_, stack); }, args...);
     }
     Refs refs;
     (collect(I, args, refs), ...);
@@ -215,20 +215,20 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
       return key;
     };
     const auto solution = Cache::get(
-        op_.id, make_key, [&](Key& key) { add_sizes(refs, key); },
+        op_.id, make_key, [&](CacheKey& key) { add_sizes(refs, key); },
         [&] {
           Stack stack = c10::impl::boxArgs<Args...>(args...);
           return new_solution(op_, stack, 0, refs);
         });
     if (needs_more(*solution, refs)) {
-      return Boxed<Result, Args...>::call([&](Stack* stack) { run_call(op_, *stack, refs, solution); }, args...);
+      return BoxedCall<Result, Args...>::call([&](Stack* stack) { run_call(op_, *stack, refs, solution); }, args...);
     }
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
     return guarded_call(op_, refs, *solution, [&]() -> Result {
       Locals locals;
       local_arguments(op_, refs, *solution, locals);
-      Localizer localizer{*solution, refs, locals};
-      std::tuple<Localized<Args>...> kept;
+      ArgumentLocalizer localizer{*solution, refs, locals};
+      std::tuple<LocalArgument<Args>...> kept;
       // Braces keep the order of evaluation: the localizer walks through the tensors.
       std::tuple<decltype(std::get<I>(kept)(localizer, I, args))...> local{std::get<I>(kept)(localizer, I, args)...};
       if constexpr (std::is_same_v<Result, Tensor&>) {
@@ -245,7 +245,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   bool needs_more(const rules::Solution& s, const Refs& refs) const {
     const auto is_such = [&](const Ref& r) { return s.kernel_if(r.impl ? r.impl->local() : *r.tensor); };
     const bool kernel = s.kernel && (!s.kernel_if || s.moves || std::any_of(refs.begin(), refs.end(), is_such));
-    return kernel || !s.write_back.empty() || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs) ||
+    return kernel || !s.write_back.empty() || !s.replicated->mesh().has_this_rank() || needs_forms(op_, s, refs) ||
            (op_.is_view && (s.moves || s.put_back)) || !s.halos.empty();
   }
 
@@ -291,10 +291,10 @@ class TypedRecord<Result(Args...)> final : public c10::OperatorKernel {
     if (skips_autograd(op_, below, [&] { return (any(args, is_tracked) || ...); })) {
       return call_.redispatch(below, args...); // a user's handler may stand there instead of our kernel
     }
-    if (!(any(args, wants_entrance) || ...) && !(any(args, has_tangent) || ...)) {
+    if (!(any(args, needs_promotion) || ...) && !(any(args, has_tangent) || ...)) {
       return call_.redispatch(torchs_autograd(keys), args...);
     }
-    return Boxed<Result, Args...>::call([&](Stack* stack) { record(op_, keys, stack); }, args...);
+    return BoxedCall<Result, Args...>::call([&](Stack* stack) { record(op_, keys, stack); }, args...);
   }
 
  private:
@@ -304,7 +304,7 @@ class TypedRecord<Result(Args...)> final : public c10::OperatorKernel {
 
 // The signatures of ops that run often in training. All others are boxed.
 template <template <typename> class Kernel>
-using Table = KernelTable<
+using TypedKernels = KernelTable<
     Kernel,
     Tensor(const Tensor&),
     Tensor(const Tensor&, const Tensor&),
@@ -338,7 +338,7 @@ using Table = KernelTable<
 // Returns nothing for ops that write other arguments than the first, or that make the first a view of itself.
 template <template <typename> class Kernel>
 std::optional<c10::KernelFunction> find(const Op& op) {
-  static const Table<Kernel> table;
+  static const TypedKernels<Kernel> table;
   return op.mutated > 1 || op.reshapes_self ? std::nullopt : table.kernel_for(op);
 }
 

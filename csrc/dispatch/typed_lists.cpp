@@ -1,6 +1,6 @@
 #include "dispatch/call.h"
 #include "dispatch/check.h"
-#include "dispatch/excluded.h"
+#include "dispatch/excluded_keys.h"
 #include "dispatch/kernel_table.h"
 #include "dispatch/lists.h"
 #include "tensor/lists.h"
@@ -37,7 +37,7 @@ bool stays(const Op& op, size_t arg, TensorList list, TensorList first, std::vec
     const auto& t = list[n];
     const auto* impl = as_shard_tensor(t);
     const auto* lead = as_shard_tensor(first[n]);
-    if (!lead || (written && (!impl || impl->broken_view() || at::has_internal_overlap(t) == at::MemOverlap::Yes))) {
+    if (!lead || (written && (!impl || impl->is_detached_view() || at::has_internal_overlap(t) == at::MemOverlap::Yes))) {
       return false;
     }
     if (!impl) {
@@ -148,33 +148,62 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
   c10::TypedOperatorHandle<Result(TensorList, Args...)> call_;
 };
 
-using List = TensorList;
-using Lists = std::vector<Tensor>;
+using TensorVector = std::vector<Tensor>;
 using Scalar = c10::Scalar;
 using Scalars = at::ArrayRef<c10::Scalar>;
-using Maybe = const std::optional<Tensor>&;
+using OptionalTensor = const std::optional<Tensor>&;
 
 // The signatures of list ops in torch.optim and clip_grad_norm_. All other list ops are boxed.
 using ListTable = KernelTable<
     TypedList,
-    void(List),
-    void(List, const Scalar&),
-    void(List, Scalars),
-    void(List, const Tensor&),
-    void(List, List),
-    void(List, List, const Scalar&),
-    void(List, List, bool),
-    void(List, List, List, const Scalar&),
-    void(List, List, List, Scalars),
-    Lists(List),
-    Lists(List, const Scalar&),
-    Lists(List, Scalars),
-    Lists(List, List),
-    Lists(List, List, const Scalar&),
-    Lists(List, const Scalar&, std::optional<at::ScalarType>),
-    void(List, List, List, List, List, List, double, double, double, double, double, bool, bool, Maybe, Maybe),
-    void(List, List, List, List, List, List, const Tensor&, double, double, double, double, bool, bool, Maybe, Maybe),
-    void(List, List, List, double, double, double, double, bool, bool, bool, Maybe, Maybe)>;
+    void(TensorList),
+    void(TensorList, const Scalar&),
+    void(TensorList, Scalars),
+    void(TensorList, const Tensor&),
+    void(TensorList, TensorList),
+    void(TensorList, TensorList, const Scalar&),
+    void(TensorList, TensorList, bool),
+    void(TensorList, TensorList, TensorList, const Scalar&),
+    void(TensorList, TensorList, TensorList, Scalars),
+    TensorVector(TensorList),
+    TensorVector(TensorList, const Scalar&),
+    TensorVector(TensorList, Scalars),
+    TensorVector(TensorList, TensorList),
+    TensorVector(TensorList, TensorList, const Scalar&),
+    TensorVector(TensorList, const Scalar&, std::optional<at::ScalarType>),
+    void(
+        TensorList,
+        TensorList,
+        TensorList,
+        TensorList,
+        TensorList,
+        TensorList,
+        double,
+        double,
+        double,
+        double,
+        double,
+        bool,
+        bool,
+        OptionalTensor,
+        OptionalTensor),
+    void(
+        TensorList,
+        TensorList,
+        TensorList,
+        TensorList,
+        TensorList,
+        TensorList,
+        const Tensor&,
+        double,
+        double,
+        double,
+        double,
+        bool,
+        bool,
+        OptionalTensor,
+        OptionalTensor),
+    void(TensorList, TensorList, TensorList, double, double, double, double, bool, bool, bool, OptionalTensor, OptionalTensor)>;
 
 } // namespace
 

@@ -8,7 +8,7 @@ namespace shardtensor::draws {
 
 void fill(
     at::Tensor& local,
-    const Key& key,
+    const RandomKey& key,
     const Layout& layout,
     c10::SymIntArrayRef symbols,
     const kernels::Distribution& distribution) {

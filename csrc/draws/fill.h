@@ -10,7 +10,7 @@
 namespace shardtensor::draws {
 
 // The key for fill(): 64 bits, or, in a graph, a tensor that will hold them.
-struct Key {
+struct RandomKey {
   uint64_t bits = 0;
   at::Tensor traced;
 };
@@ -19,7 +19,7 @@ struct Key {
 // empty pieces too.
 void fill(
     at::Tensor& local,
-    const Key& key,
+    const RandomKey& key,
     const Layout& layout,
     c10::SymIntArrayRef sizes,
     const kernels::Distribution& distribution);

@@ -1,6 +1,6 @@
 #include "draws/graph.h"
 
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "draws/keys.h"
 #include "layout/symbolic.h"
 
@@ -17,23 +17,23 @@ namespace shardtensor::draws {
 namespace {
 
 using Mode = c10::impl::TorchDispatchModeKey;
-using Recording = std::weak_ptr<c10::impl::PyObject_TorchDispatchMode>;
+using WeakRecording = std::weak_ptr<c10::impl::PyObject_TorchDispatchMode>;
 
-Recording current_recording() {
+WeakRecording current_recording() {
   using Tls = c10::impl::TorchDispatchModeTLS;
   const auto mode = Tls::get_mode(Mode::FUNCTIONAL);
   const auto recording = mode ? mode : Tls::get_mode(Mode::PROXY);
-  return recording ? Recording(*recording) : Recording();
+  return recording ? WeakRecording(*recording) : WeakRecording();
 }
 
 // The key that this thread's recording has drawn last.
-struct Last {
-  Recording of;
+struct LastKey {
+  WeakRecording of;
   at::Tensor key;
 };
-thread_local Last t_last;
+thread_local LastKey t_last;
 
-std::optional<at::Tensor> last_of(const Recording& recording) {
+std::optional<at::Tensor> last_of(const WeakRecording& recording) {
   const auto now = recording.lock();
   if (!now || t_last.of.lock() != now) {
     return std::nullopt;
@@ -103,7 +103,7 @@ at::Tensor drawn_now(
     int64_t range) {
   auto out = at::empty_like(like);
   const kernels::Distribution distribution{
-      static_cast<kernels::Distribution::Kind>(kind), a, b, low, std::bit_cast<uint64_t>(range)};
+      static_cast<kernels::Distribution::Family>(kind), a, b, low, std::bit_cast<uint64_t>(range)};
   kernels::fill_runs(out, std::bit_cast<uint64_t>(key.item<int64_t>()), guarded(sizes), unlisted(guarded(runs)), distribution);
   return out;
 }

@@ -1,9 +1,9 @@
 #include "draws/keys.h"
 
 #include "comm/comm.h"
-#include "comm/doing.h"
-#include "comm/epoch.h"
-#include "comm/faults.h"
+#include "comm/desync.h"
+#include "comm/error_context.h"
+#include "comm/group_generation.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -45,7 +45,7 @@ uint64_t scramble(uint64_t x) {
 void agree(const Mesh& mesh) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
-    if (!mesh.has_me() || agreed().count(mesh.hash())) {
+    if (!mesh.has_this_rank() || agreed().count(mesh.hash())) {
       return;
     }
   }
@@ -56,7 +56,7 @@ void agree(const Mesh& mesh) {
     return c10::str("the first random op on ", mesh.str(), ", for which its ranks agree on the generator's state");
   };
   const comm::Frame frame(text);
-  const comm::faults::Careful careful; // the user did not ask for this communication, so one rank may come alone
+  const comm::desync::ConfirmedStartGuard careful; // the user did not ask for this communication, so one rank may come alone
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     comm::broadcast(first, mesh, m, 0);
   }
@@ -87,7 +87,7 @@ uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generato
   if (source.device().is_cpu()) {
     const auto key = at::check_generator<at::CPUGeneratorImpl>(source)->random64();
     if (!given) {
-      comm::faults::note_draw(mesh, key);
+      comm::desync::note_draw(mesh, key);
     }
     return key;
   }

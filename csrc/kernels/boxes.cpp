@@ -1,8 +1,8 @@
 #include "kernels/boxes.h"
 
 #include "comm/bytes.h"
-#include "comm/values.h"
-#include "kernels/moves.h"
+#include "comm/tensor_kind.h"
+#include "kernels/box_copies.h"
 #include "kernels/traced.h"
 
 #include <ATen/ATen.h>
@@ -18,10 +18,10 @@ namespace shardtensor::kernels {
 
 namespace {
 
-using Table = c10::SmallVector<int64_t, 512>;
+using TableWords = c10::SmallVector<int64_t, 512>;
 
 // One end of a move.
-struct Side {
+struct CopySide {
   const char* name; // of the argument
   const at::Tensor& tensor;
   c10::ArrayRef<Box> boxes;
@@ -78,9 +78,9 @@ int64_t numel_of(c10::ArrayRef<Box> boxes) {
 using comm::rounded_up;
 
 // Where one box after the other starts in a flat buffer, in elements or in bytes.
-class Starts {
+class BoxStarts {
  public:
-  Starts(const Spacing& spacing, int64_t element)
+  BoxStarts(const Spacing& spacing, int64_t element)
       : parts_(spacing.parts), start_(spacing.elements * element), element_(element) {}
 
   int64_t next(int64_t numel) {
@@ -99,7 +99,7 @@ class Starts {
 };
 
 // The length of a flat buffer that the side's boxes need.
-int64_t flat_length(const Side& side) {
+int64_t flat_length(const CopySide& side) {
   return side.spacing.parts.empty() ? numel_of(side.boxes) : length_of(side.spacing);
 }
 
@@ -112,7 +112,7 @@ void check_flat(const char* function, const at::Tensor& flat, int64_t needed) {
       needed);
 }
 
-void check_same_device(const char* function, const Side& from, const Side& to) {
+void check_same_device(const char* function, const CopySide& from, const CopySide& to) {
   TORCH_CHECK(
       from.tensor.device() == to.tensor.device(), "shardtensor: ", function, ": `", from.name, "` is on ", from.tensor.device(),
       " and `", to.name, "` on ", to.tensor.device());
@@ -124,13 +124,13 @@ void check_same_device(const char* function, const Side& from, const Side& to) {
 // ---- the plan
 
 // Dims [first, last] of the boxes, merged into one.
-struct Merged {
+struct MergedDim {
   int64_t first, last;
   int64_t factor;                 // elements per index of `last`
   int64_t common;                 // the size if all boxes have the same, else -1
   int64_t from_stride, to_stride; // in elements
 };
-using Dims = c10::SmallVector<Merged, 5>;
+using MergedDims = c10::SmallVector<MergedDim, 5>;
 
 bool skipped(const Box& box) {
   return std::find(box.sizes.begin(), box.sizes.end(), 0) != box.sizes.end();
@@ -151,10 +151,10 @@ int64_t common_size(c10::ArrayRef<Box> boxes, int64_t dim) {
 
 // The outermost dim first. The last one is contiguous on both sides: the `element` units of one value, and the dims that are
 // merged with it.
-Dims merge(const Side& from, const Side& to, int64_t element) {
+MergedDims merge(const CopySide& from, const CopySide& to, int64_t element) {
   const auto& boxes = from.boxes;
   const auto ndim = static_cast<int64_t>((from.flat ? to : from).tensor.dim());
-  Dims dims{{ndim, ndim, element, element, 1, 1}};
+  MergedDims dims{{ndim, ndim, element, element, 1, 1}};
   for (auto d = ndim - 1; d >= 0; --d) {
     const auto common = common_size(boxes, d);
     if (common == 1) {
@@ -176,7 +176,7 @@ Dims merge(const Side& from, const Side& to, int64_t element) {
   return dims;
 }
 
-int64_t size_of(const Box& box, const Merged& dim) {
+int64_t size_of(const Box& box, const MergedDim& dim) {
   int64_t size = dim.factor;
   for (auto d = dim.first; d <= dim.last && d < static_cast<int64_t>(box.sizes.size()); ++d) {
     size *= box.sizes[d];
@@ -184,7 +184,7 @@ int64_t size_of(const Box& box, const Merged& dim) {
   return size;
 }
 
-int64_t start_of(const Side& side, const Box& box, int64_t element) {
+int64_t start_of(const CopySide& side, const Box& box, int64_t element) {
   int64_t start = 0;
   for (size_t d = 0; d < box.offsets.size(); ++d) {
     start += box.offsets[d] * side.tensor.stride(static_cast<int64_t>(d));
@@ -212,20 +212,20 @@ Grain cpu_grain(int64_t boxes, int64_t bytes) {
   return {std::max<int64_t>(together / boxes, 1 << 12), 1, 1 << 18};
 }
 
-struct Plan {
-  Moves moves{};
-  Table table;
+struct CopyPlan {
+  BoxCopies moves{};
+  TableWords table;
 };
 
 // Most tiles first.
-void sort_rows(Plan& plan) {
+void sort_rows(CopyPlan& plan) {
   const int row = plan.moves.row();
   std::vector<int64_t> order(static_cast<size_t>(plan.moves.boxes));
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return plan.table[a * row + Moves::kTiles] > plan.table[b * row + Moves::kTiles];
+    return plan.table[a * row + BoxCopies::kTiles] > plan.table[b * row + BoxCopies::kTiles];
   });
-  Table sorted;
+  TableWords sorted;
   sorted.reserve(plan.table.size());
   for (const auto b : order) {
     sorted.append(plan.table.begin() + b * row, plan.table.begin() + (b + 1) * row);
@@ -235,7 +235,12 @@ void sort_rows(Plan& plan) {
 
 // The bits of addresses and strides that limit the width of the units of all boxes.
 uint64_t shared_bits(
-    const Moves& moves, const Side& from, const Side& to, const Dims& dims, int64_t from_bytes, int64_t to_bytes) {
+    const BoxCopies& moves,
+    const CopySide& from,
+    const CopySide& to,
+    const MergedDims& dims,
+    int64_t from_bytes,
+    int64_t to_bytes) {
   uint64_t bits = address_bits(from.tensor, from_bytes) | address_bits(to.tensor, to_bytes);
   bits |= static_cast<uint64_t>(moves.part_stride);
   for (size_t d = 0; d + 1 < dims.size(); ++d) {
@@ -246,26 +251,26 @@ uint64_t shared_bits(
 
 // Boxes of about the same size get the same number of tiles, of whole rows if these are short: then tiles of one level are
 // neighbours. `largest` box and `full` tile are in elements.
-void cut_tiles(Plan& plan, int64_t largest, int64_t full) {
+void cut_tiles(CopyPlan& plan, int64_t largest, int64_t full) {
   auto& moves = plan.moves;
   const int row = moves.row();
   const int64_t most = (largest + full - 1) / full;
   bool sorted = true;
   for (int64_t b = 0; b < moves.boxes; ++b) {
     int64_t* box = plan.table.data() + b * row;
-    const auto width = box[Moves::kUnits];
+    const auto width = box[BoxCopies::kUnits];
     const auto run = box[row - 1] >> width;
     int64_t units = run;
     for (int d = 0; d + 1 < moves.ndim; ++d) {
-      units *= box[Moves::kSizes + d];
+      units *= box[BoxCopies::kSizes + d];
     }
     const bool alike = (units << width) >= largest / 8;
     const auto tiles = alike ? most : ((units << width) + full - 1) / full;
     auto each = (units + tiles - 1) / tiles;
     each = each >= 4 * run ? each / run * run : each;
-    box[Moves::kUnits] = each << 8 | width;
-    box[Moves::kTiles] = (units + each - 1) / each;
-    sorted = sorted && (b == 0 || box[Moves::kTiles - row] >= box[Moves::kTiles]);
+    box[BoxCopies::kUnits] = each << 8 | width;
+    box[BoxCopies::kTiles] = (units + each - 1) / each;
+    sorted = sorted && (b == 0 || box[BoxCopies::kTiles - row] >= box[BoxCopies::kTiles]);
   }
   if (!sorted) {
     sort_rows(plan);
@@ -274,7 +279,7 @@ void cut_tiles(Plan& plan, int64_t largest, int64_t full) {
 }
 
 // `bytes`: elements are bytes, else values. Values are moved one at a time or in the widest unit.
-void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t parts) {
+void make_plan(CopyPlan& plan, const CopySide& from, const CopySide& to, bool bytes, int64_t parts) {
   const int64_t from_bytes = bytes ? 1 : static_cast<int64_t>(from.tensor.element_size());
   const int64_t to_bytes = bytes ? 1 : static_cast<int64_t>(to.tensor.element_size());
   const int64_t element = bytes ? static_cast<int64_t>(from.tensor.element_size()) : 1;
@@ -296,7 +301,7 @@ void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t
   const auto grain = for_cuda(from.tensor) ? kCuda : cpu_grain(count, numel_of(from.boxes) * element * element_bytes);
   const auto widest = std::countr_zero(static_cast<uint64_t>(std::max<int64_t>(grain.unit_bytes / element_bytes, 1)));
   const auto bits = shared_bits(moves, from, to, dims, from_bytes, to_bytes);
-  Starts starts(from.flat ? from.spacing : to.spacing, element);
+  BoxStarts starts(from.flat ? from.spacing : to.spacing, element);
   int64_t largest = 0, longest = 0;
   for (size_t i = 0; i < from.boxes.size(); ++i) {
     const auto numel = numel_of(from.boxes[i]) * element;
@@ -335,7 +340,7 @@ void no_kernel(const char* function, const at::Tensor& tensor) {
       "; there are kernels for cpu and cuda");
 }
 
-void move(const char* function, const Side& from, const Side& to) {
+void move(const char* function, const CopySide& from, const CopySide& to) {
   const auto numel = numel_of(from.boxes);
   if (is_traced(to.tensor)) {
     TORCH_INTERNAL_ASSERT(from.spacing.elements == 1 && to.spacing.elements == 1, function, ": gaps in a graph");
@@ -364,14 +369,14 @@ void move(const char* function, const Side& from, const Side& to) {
     }
     return;
   }
-  Plan plan;
+  CopyPlan plan;
   make_plan(plan, from, to, from_type == to_type, 1);
   auto target = to.tensor;
   (for_cuda(target) ? cuda::move : cpu::move)(plan.moves, from.tensor, target);
 }
 
 // Between boxes of a tensor and a flat buffer, either way.
-void move_flat(const char* function, const Side& from, const Side& to) {
+void move_flat(const char* function, const CopySide& from, const CopySide& to) {
   const auto& flat = from.flat ? from : to;
   const auto& boxed = from.flat ? to : from;
   check_strided(function, from.name, from.tensor);
@@ -461,7 +466,7 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
   if (is_traced(target)) {
     return traced::reduce(plain, parts, boxes, op, target);
   }
-  Plan plan;
+  CopyPlan plan;
   if (numel_of(boxes) == 0) {
     auto nothing = at::empty({0}, type);
     return cpu::reduce(plan.moves, nothing, parts, op, nothing); // raises for an unsupported dtype, like the other ranks

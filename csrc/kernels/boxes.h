@@ -34,17 +34,17 @@ void copy(const at::Tensor& source, c10::ArrayRef<Box> from, at::Tensor& target,
 // Half types accumulate in float; min and max propagate NaN; Sum of bool is `or`, Avg of integers truncates, Norm is Sum.
 void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> boxes, ReduceOp op, at::Tensor& target);
 
-struct Moves;
+struct BoxCopies;
 
 // The CPU and CUDA twins, and which of them a tensor needs. Same device, nothing empty, no conj or neg bits.
 bool for_cuda(const at::Tensor& t);
 namespace cpu {
-void move(const Moves& moves, const at::Tensor& from, at::Tensor& to);
-void reduce(const Moves& moves, const at::Tensor& from, int64_t parts, ReduceOp op, at::Tensor& to);
+void move(const BoxCopies& moves, const at::Tensor& from, at::Tensor& to);
+void reduce(const BoxCopies& moves, const at::Tensor& from, int64_t parts, ReduceOp op, at::Tensor& to);
 } // namespace cpu
 namespace cuda {
-void move(const Moves& moves, const at::Tensor& from, at::Tensor& to);
-void reduce(const Moves& moves, const at::Tensor& from, int64_t parts, ReduceOp op, at::Tensor& to);
+void move(const BoxCopies& moves, const at::Tensor& from, at::Tensor& to);
+void reduce(const BoxCopies& moves, const at::Tensor& from, int64_t parts, ReduceOp op, at::Tensor& to);
 } // namespace cuda
 
 } // namespace shardtensor::kernels

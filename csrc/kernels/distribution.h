@@ -6,8 +6,8 @@
 namespace shardtensor::kernels {
 
 struct Distribution {
-  enum class Kind : uint8_t { Uniform, Normal, LogNormal, Exponential, Cauchy, Geometric, Bernoulli, Integer };
-  Kind kind = Kind::Uniform;
+  enum class Family : uint8_t { Uniform, Normal, LogNormal, Exponential, Cauchy, Geometric, Bernoulli, Integer };
+  Family kind = Family::Uniform;
   // Uniform: in [a, b). Normal, LogNormal: mean a, deviation b. Exponential: rate a. Cauchy: median a, scale b.
   // Geometric, Bernoulli: probability a.
   double a = 0;

@@ -13,7 +13,7 @@
 
 namespace shardtensor::kernels {
 
-struct Words {
+struct PhiloxWords {
   uint32_t w[4];
 
   C10_HOST_DEVICE uint32_t bits(int i, uint32_t) const {
@@ -24,7 +24,7 @@ struct Words {
   }
 };
 
-C10_HOST_DEVICE inline Words philox(uint64_t counter, uint64_t key) {
+C10_HOST_DEVICE inline PhiloxWords philox(uint64_t counter, uint64_t key) {
   uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32), c2 = 0, c3 = 0;
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
@@ -64,21 +64,21 @@ struct RealDraw {
   static constexpr int kWidth = sizeof(Real) == 4 ? 4 : 2;
 
   uint64_t key;
-  Distribution::Kind kind;
+  Distribution::Family kind;
   Real a, b;
 
   RealDraw(uint64_t k, const Distribution& d) : key(k), kind(d.kind), a(static_cast<Real>(d.a)), b(static_cast<Real>(d.b)) {}
 
   C10_HOST_DEVICE void operator()(uint64_t block, Real* out) const {
     const auto words = philox(block, key);
-    if (kind == Distribution::Kind::Normal || kind == Distribution::Kind::LogNormal) {
+    if (kind == Distribution::Family::Normal || kind == Distribution::Family::LogNormal) {
       for (int i = 0; i < kWidth; i += 2) { // Box-Muller
         const Real radius = std::sqrt(Real(-2) * std::log(open_unit(words.bits(i, Bits{}))));
         const Real angle = Real(6.283185307179586) * unit(words.bits(i + 1, Bits{}));
         out[i] = radius * std::cos(angle) * b + a;
         out[i + 1] = radius * std::sin(angle) * b + a;
       }
-      for (int i = 0; i < kWidth && kind == Distribution::Kind::LogNormal; ++i) {
+      for (int i = 0; i < kWidth && kind == Distribution::Family::LogNormal; ++i) {
         out[i] = std::exp(out[i]);
       }
       return;
@@ -90,11 +90,11 @@ struct RealDraw {
 
   C10_HOST_DEVICE Real from_bits(Bits bits) const {
     switch (kind) {
-      case Distribution::Kind::Exponential:
+      case Distribution::Family::Exponential:
         return -std::log(open_unit(bits)) / a;
-      case Distribution::Kind::Cauchy:
+      case Distribution::Family::Cauchy:
         return a + b * std::tan(Real(3.141592653589793) * (open_unit(bits) - Real(0.5)));
-      case Distribution::Kind::Geometric:
+      case Distribution::Family::Geometric:
         return std::ceil(std::log(open_unit(bits)) / std::log1p(-a));
       default:
         return a + unit(bits) * (b - a);
@@ -106,7 +106,7 @@ struct RealDraw {
   C10_HOST_DEVICE Scalar finish(Real x) const {
     const auto y = static_cast<Scalar>(x);
     const auto end = static_cast<Real>(static_cast<Scalar>(b));
-    return kind == Distribution::Kind::Uniform && static_cast<Real>(y) >= end ? static_cast<Scalar>(a) : y;
+    return kind == Distribution::Family::Uniform && static_cast<Real>(y) >= end ? static_cast<Scalar>(a) : y;
   }
 };
 
@@ -159,17 +159,17 @@ struct BernoulliDraw {
 template <typename Launch>
 void with_draw(at::ScalarType dtype, uint64_t key, const Distribution& d, const Launch& launch) {
   switch (d.kind) {
-    case Distribution::Kind::Bernoulli:
+    case Distribution::Family::Bernoulli:
       AT_DISPATCH_ALL_TYPES_AND3(at::kHalf, at::kBFloat16, at::kBool, dtype, "bernoulli", [&] {
         launch.template operator()<scalar_t>(BernoulliDraw(key, d));
       });
       return;
-    case Distribution::Kind::Integer:
+    case Distribution::Family::Integer:
       AT_DISPATCH_V2(
           dtype, "random", AT_WRAP([&] { launch.template operator()<scalar_t>(IntegerDraw(key, d)); }), AT_EXPAND(AT_ALL_TYPES),
           AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16, at::kBool);
       return;
-    case Distribution::Kind::Geometric:
+    case Distribution::Family::Geometric:
       AT_DISPATCH_ALL_TYPES_AND2(
           at::kHalf, at::kBFloat16, dtype, "geometric", [&] { launch.template operator()<scalar_t>(RealDraw<double>(key, d)); });
       return;

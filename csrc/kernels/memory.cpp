@@ -11,17 +11,17 @@ namespace {
 
 std::atomic<int64_t> g_now{0}, g_most{0};
 
-struct Block {
+struct CountedBlock {
   c10::DataPtr data;
   int64_t bytes;
 };
 
-class Counting final : public c10::Allocator {
+class CountingAllocator final : public c10::Allocator {
  public:
-  explicit Counting(c10::Allocator* below) : below_(below) {}
+  explicit CountingAllocator(c10::Allocator* below) : below_(below) {}
 
   c10::DataPtr allocate(size_t n) override {
-    auto* block = new Block{below_->allocate(n), static_cast<int64_t>(n)};
+    auto* block = new CountedBlock{below_->allocate(n), static_cast<int64_t>(n)};
     const auto now = g_now += block->bytes;
     for (auto most = g_most.load(); most < now && !g_most.compare_exchange_weak(most, now);) {
     }
@@ -36,7 +36,7 @@ class Counting final : public c10::Allocator {
 
  private:
   static void give_back(void* held) {
-    auto* block = static_cast<Block*>(held);
+    auto* block = static_cast<CountedBlock*>(held);
     g_now -= block->bytes;
     delete block;
   }
@@ -48,7 +48,7 @@ class Counting final : public c10::Allocator {
 
 void count_memory(bool on) {
   constexpr uint8_t kPriority = 1; // the highest so far
-  static auto* counting = new Counting(c10::GetCPUAllocator());
+  static auto* counting = new CountingAllocator(c10::GetCPUAllocator());
   c10::SetCPUAllocator(on ? counting : counting->below(), kPriority);
 }
 

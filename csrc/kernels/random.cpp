@@ -1,6 +1,6 @@
 #include "kernels/random.h"
 
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "kernels/draws.h"
 
 #include <ATen/ATen.h>
@@ -15,8 +15,8 @@ bool whole(const Intervals& runs, int64_t size) {
   return runs.size() == 1 && runs[0].start == 0 && runs[0].length == size;
 }
 
-Held merge(c10::IntArrayRef sizes, c10::ArrayRef<Intervals> runs) {
-  Held held;
+LocalRegion merge(c10::IntArrayRef sizes, c10::ArrayRef<Intervals> runs) {
+  LocalRegion held;
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (d > 0 && whole(runs[d], sizes[d])) {
       auto& last = held.dims.back();
@@ -42,12 +42,12 @@ Held merge(c10::IntArrayRef sizes, c10::ArrayRef<Intervals> runs) {
   return held;
 }
 
-struct Nothing {
+struct NoFill {
   template <typename Scalar, typename Draw>
   void operator()(const Draw&) const {}
 };
 
-void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution) {
+void fill(at::Tensor& local, uint64_t key, const LocalRegion& held, const Distribution& distribution) {
   TORCH_INTERNAL_ASSERT(held.numel == local.numel(), "a piece of ", local.numel(), " elements where ", held.numel, " are held");
   if (!local.is_contiguous() || is_wrapper(local)) {
     auto dense = at::empty(local.sizes(), at::TensorOptions(local.device()).dtype(local.scalar_type()));
@@ -56,7 +56,7 @@ void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution&
     return;
   }
   if (held.numel == 0) {
-    return with_draw(local.scalar_type(), key, distribution, Nothing()); // raises for an unsupported dtype, like the other ranks
+    return with_draw(local.scalar_type(), key, distribution, NoFill()); // raises for an unsupported dtype, like the other ranks
   }
   if (!has_values(local)) {
     return;
@@ -88,7 +88,7 @@ void fill_runs(
   part_sizes.push_back(2);
   runs.push_back({{0, 2}});
   auto part = distribution;
-  if (part.kind == Distribution::Kind::Normal) {
+  if (part.kind == Distribution::Family::Normal) {
     part.b /= std::sqrt(2.0);
   }
   fill(parts, key, merge(part_sizes, runs), part);

@@ -19,22 +19,22 @@ void fill_runs(
 
 // A rank's part of a global tensor. Each dim that the rank holds whole is merged into the dim before it, so an uncut tensor
 // has one dim, and the last dim's runs are contiguous in global index.
-struct Held {
-  struct Dim {
+struct LocalRegion {
+  struct RegionDim {
     int64_t size; // global
     int64_t local;
     Intervals runs;
   };
-  c10::SmallVector<Dim, 4> dims;
+  c10::SmallVector<RegionDim, 4> dims;
   int64_t numel = 1; // local
 };
 
 // The CPU and CUDA twins. `local` is contiguous, not empty, real.
 namespace cpu {
-void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution);
+void fill_random(at::Tensor& local, uint64_t key, const LocalRegion& held, const Distribution& distribution);
 }
 namespace cuda {
-void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution);
+void fill_random(at::Tensor& local, uint64_t key, const LocalRegion& held, const Distribution& distribution);
 }
 
 } // namespace shardtensor::kernels

@@ -1,4 +1,4 @@
-// Copies of boxes as ops of a graph: boxes.h for tensors that have no values yet (comm/values.h).
+// Copies of boxes as ops of a graph: boxes.h for tensors that have no values yet (comm/tensor_kind.h).
 #pragma once
 
 #include "layout/layout.h"

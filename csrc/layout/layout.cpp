@@ -15,14 +15,14 @@ namespace {
 
 // Keeps no layout alive. release_resources() removes a layout after its last reference is gone. Until then the table's weak
 // pointer keeps the layout's memory, so no thread deletes a layout while it holds the lock.
-struct Table {
+struct LayoutTable {
   std::mutex mutex;
   std::unordered_multimap<size_t, c10::weak_intrusive_ptr<const Layout>> layouts;
   std::atomic<int64_t> next_id{1};
 };
 
-Table& table() {
-  static Table* t = new Table();
+LayoutTable& table() {
+  static LayoutTable* t = new LayoutTable();
   return *t;
 }
 

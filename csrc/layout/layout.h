@@ -182,7 +182,7 @@ class Layout final : public c10::intrusive_ptr_target {
   // This rank's. A rank outside the mesh has an empty 1-d tensor, whatever the number of dims. If the tensor has no dims, it
   // has one number, as in torch.
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes) const {
-    if (C10_UNLIKELY(!mesh_->has_me())) {
+    if (C10_UNLIKELY(!mesh_->has_this_rank())) {
       return sizes.empty() ? Sizes{} : Sizes{0};
     }
     return local_sizes(sizes, mesh_->coordinate());

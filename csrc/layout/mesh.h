@@ -70,7 +70,7 @@ class Mesh final : public c10::intrusive_ptr_target {
     return rank >= 0 && rank < static_cast<int64_t>(places_.size()) ? places_[rank] : -1;
   }
   // Is this rank one of the mesh's?
-  bool has_me() const {
+  bool has_this_rank() const {
     return mine_;
   }
   // This rank's coordinate; all zeros if the mesh does not hold this rank.

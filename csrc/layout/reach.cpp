@@ -5,12 +5,12 @@
 namespace shardtensor {
 
 Reach mirror(const Reach& r, int64_t size) {
-  const bool is_mirror = r.operand >= 0 || r.beyond == Beyond::Padding;
+  const bool is_mirror = r.operand >= 0 || r.beyond == PaddingMode::Padding;
   return {r.den, r.num, r.num - 1 - r.last, r.den - 1 - r.first, r.beyond, is_mirror ? -1 : size};
 }
 
-int64_t source(Beyond beyond, int64_t e, int64_t size) {
-  return beyond == Beyond::Replicate ? std::clamp<int64_t>(e, 0, size - 1) : e < 0 ? -e : e < size ? e : 2 * (size - 1) - e;
+int64_t source(PaddingMode beyond, int64_t e, int64_t size) {
+  return beyond == PaddingMode::Replicate ? std::clamp<int64_t>(e, 0, size - 1) : e < 0 ? -e : e < size ? e : 2 * (size - 1) - e;
 }
 
 namespace {
@@ -38,7 +38,7 @@ Interval hull_of_images(const Reach& r, const Interval& run, int64_t results) {
   const auto n = r.operand, left = r.first, right = results - n - left;
   const auto first = run.start, last = run.start + run.length - 1;
   auto from = first, to = last; // counted as indices of the operand
-  if (r.beyond == Beyond::Replicate) {
+  if (r.beyond == PaddingMode::Replicate) {
     from = first == 0 ? -left : from;
     to = last == n - 1 ? n - 1 + right : to;
   } else {
@@ -50,7 +50,7 @@ Interval hull_of_images(const Reach& r, const Interval& run, int64_t results) {
 
 } // namespace
 
-Stretch read(const Reach& r, const Interval& run, int64_t size) {
+PaddedInterval read(const Reach& r, const Interval& run, int64_t size) {
   if (run.length <= 0) {
     return {0, {0, 0}, 0};
   }
@@ -58,10 +58,10 @@ Stretch read(const Reach& r, const Interval& run, int64_t size) {
   const bool backwards = r.num < 0;
   const auto lo = r.lo(backwards ? last : run.start);
   const auto hi = std::max(lo, r.hi(backwards ? run.start : last));
-  if (r.beyond == Beyond::Circular) {
+  if (r.beyond == PaddingMode::Circular) {
     return {0, hi - lo > size ? Interval{0, size} : Interval{lo, hi - lo}, 0};
   }
-  if (r.beyond != Beyond::Padding) {
+  if (r.beyond != PaddingMode::Padding) {
     return {0, r.operand >= 0 ? hull_of_images(r, run, size) : hull(r, lo, hi, size), 0};
   }
   const auto before = std::max<int64_t>(0, std::min<int64_t>(hi, 0) - lo);
@@ -69,11 +69,11 @@ Stretch read(const Reach& r, const Interval& run, int64_t size) {
   return {before, {lo + before, hi - lo - before - after}, after};
 }
 
-c10::SmallVector<Turn, 2> turns(const Interval& run, int64_t size) {
+c10::SmallVector<WrappedRun, 2> turns(const Interval& run, int64_t size) {
   if (run.length <= 0) {
     return {{run, 0}};
   }
-  c10::SmallVector<Turn, 2> out;
+  c10::SmallVector<WrappedRun, 2> out;
   for (auto first = floor_div(run.start, size) * size; first < run.start + run.length; first += size) {
     const auto start = std::max(run.start, first), end = std::min(run.start + run.length, first + size);
     out.push_back({{start - first, end - start}, first});
@@ -88,7 +88,7 @@ int64_t cut_through(const Reach& r, int64_t cut, int64_t size, int64_t count) {
   if (r.num < 0) {
     return cut;
   }
-  if (r.beyond == Beyond::Circular) {
+  if (r.beyond == PaddingMode::Circular) {
     return count >= size ? cut * (count / size) : cut / (size / count);
   }
   const auto at = floor_div(2 * r.den * cut - r.first - r.last - 1, 2 * r.num) + 1;

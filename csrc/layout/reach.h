@@ -14,7 +14,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
 }
 
 // Which values an op reads beyond the edges of a dim.
-enum class Beyond : uint8_t {
+enum class PaddingMode : uint8_t {
   Padding,   // cells
   Reflect,   // the dim itself, from its second index on
   Replicate, // its first and last index
@@ -25,7 +25,7 @@ enum class Beyond : uint8_t {
 // outside of 0 .. size - 1 are beyond the edges. If num is -1, the dim is read backwards.
 struct Reach {
   int64_t num, den, first, last;
-  Beyond beyond = Beyond::Padding;
+  PaddingMode beyond = PaddingMode::Padding;
   // If not -1: this is the reach of a gradient, from an operand of this size to the results that read it. `beyond` then applies
   // to the edges of the operand.
   int64_t operand = -1;
@@ -45,12 +45,12 @@ struct Reach {
 Reach mirror(const Reach& r, int64_t size);
 // The index that is read at `e`, which may be beyond the edges of the `size` indices, by less than `size`. For Reflect and
 // Replicate.
-int64_t source(Beyond beyond, int64_t e, int64_t size);
+int64_t source(PaddingMode beyond, int64_t e, int64_t size);
 
 // The indices of a dim that a run reads: `before` cells of padding, then `inside`, then `after` cells of padding. Without
 // padding (Reflect, Replicate): all from the first to the last index that is read. Circular: `inside` may leave 0 .. size - 1,
 // but not by more than one turn: it has no index twice.
-struct Stretch {
+struct PaddedInterval {
   int64_t before;
   Interval inside;
   int64_t after;
@@ -64,14 +64,14 @@ struct Stretch {
   }
 };
 // An empty run reads nothing.
-Stretch read(const Reach& r, const Interval& run, int64_t size);
+PaddedInterval read(const Reach& r, const Interval& run, int64_t size);
 
 // A part of a run of indices that may leave 0 .. size - 1 (circular): one part each time that the run goes round.
-struct Turn {
+struct WrappedRun {
   Interval inside;
   int64_t first; // the run's index at index 0 of the dim in this round: a multiple of the size
 };
-c10::SmallVector<Turn, 2> turns(const Interval& run, int64_t size);
+c10::SmallVector<WrappedRun, 2> turns(const Interval& run, int64_t size);
 
 // Where a cut of the dim that is read (after `cut` of its `size` indices) cuts the `count` indices that read it. Each index
 // goes to the side that holds the middle of the indices that it reads. Cuts stay in order, and an empty piece has no readers. A

@@ -67,9 +67,9 @@ std::string str(const RankBox& p) {
 }
 
 // Boxes sorted by their starts along the dim with the most different starts, so that boxes that may meet a box are found fast.
-class Sorted {
+class SortedBoxes {
  public:
-  explicit Sorted(const std::vector<RankBox>& held) : held_(held), order_(held.size()), reach_(held.size()) {
+  explicit SortedBoxes(const std::vector<RankBox>& held) : held_(held), order_(held.size()), reach_(held.size()) {
     const size_t ndim = held.empty() ? 0 : held[0].box.offsets.size();
     for (size_t d = 0, most = 0; d < ndim; ++d) {
       std::unordered_set<int64_t> starts;
@@ -118,8 +118,8 @@ class Sorted {
 
 // Parts of one wanted box. Elements that the rank holds itself come first; then those of each holder in turn. The first holder
 // differs from box to box, so that several holders of the same elements share the work.
-std::vector<Part> match_one(const std::vector<RankBox>& held, const Sorted& sorted, const RankBox& wanted, size_t to) {
-  std::vector<Part> parts;
+std::vector<BoxMove> match_one(const std::vector<RankBox>& held, const SortedBoxes& sorted, const RankBox& wanted, size_t to) {
+  std::vector<BoxMove> parts;
   auto missing = numel_of(wanted.box);
   const auto take = [&](size_t from) {
     if (!meet(held[from].box, wanted.box)) {
@@ -155,14 +155,14 @@ std::vector<Part> match_one(const std::vector<RankBox>& held, const Sorted& sort
 
 } // namespace
 
-std::vector<Part> match(const std::vector<RankBox>& held, const std::vector<RankBox>& wanted) {
-  std::vector<Part> parts;
-  const Sorted sorted(held);
+std::vector<BoxMove> match(const std::vector<RankBox>& held, const std::vector<RankBox>& wanted) {
+  std::vector<BoxMove> parts;
+  const SortedBoxes sorted(held);
   for (const auto to : c10::irange(wanted.size())) {
     auto of_one = match_one(held, sorted, wanted[to], to);
     std::move(of_one.begin(), of_one.end(), std::back_inserter(parts));
   }
-  std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.from < b.from; });
+  std::stable_sort(parts.begin(), parts.end(), [](const BoxMove& a, const BoxMove& b) { return a.from < b.from; });
   return parts;
 }
 
@@ -205,24 +205,24 @@ void check(const std::vector<RankBox>& list, const char* name, size_t ndim, cons
 }
 
 // Consecutive parts of one message that belong to one piece; they are copied in one launch.
-struct Run {
+struct CopyBatch {
   size_t piece;
   std::vector<Box> boxes; // in the piece's indices
   at::Tensor flat;
 };
 
 // `parts`: message after message.
-std::vector<Run> runs_of(
-    const std::vector<Part>& parts,
-    size_t Part::*side,
+std::vector<CopyBatch> runs_of(
+    const std::vector<BoxMove>& parts,
+    size_t BoxMove::*side,
     const std::vector<RankBox>& placed,
     const at::Tensor& flat,
     const kernels::Spacing& messages) {
-  std::vector<Run> out;
+  std::vector<CopyBatch> out;
   size_t i = 0;
   for (const auto& message : kernels::parts_of(flat, messages)) {
     for (int64_t at = 0; at < message.numel();) {
-      Run run{parts[i].*side, {}, {}};
+      CopyBatch run{parts[i].*side, {}, {}};
       const auto start = at;
       for (; at < message.numel() && parts[i].*side == run.piece; ++i) {
         at += numel_of(parts[i].box);
@@ -248,7 +248,7 @@ std::vector<at::Tensor> exchange(
   check(held, "held", ndim, mesh);
   check(wanted, "wanted", ndim, mesh);
   const auto me = mesh.rank();
-  std::vector<Part> kept, sent, received;
+  std::vector<BoxMove> kept, sent, received;
   std::map<int64_t, Traffic> traffic; // with each other rank
   for (auto& part : match(held, wanted)) {
     const auto from = held[part.from].rank, to = wanted[part.to].rank;
@@ -264,9 +264,11 @@ std::vector<at::Tensor> exchange(
   }
   const auto sources = numbered(pieces, held, me);
   // Messages go rank by rank, in an order that both ends know.
-  std::stable_sort(sent.begin(), sent.end(), [&](const Part& a, const Part& b) { return wanted[a.to].rank < wanted[b.to].rank; });
   std::stable_sort(
-      received.begin(), received.end(), [&](const Part& a, const Part& b) { return held[a.from].rank < held[b.from].rank; });
+      sent.begin(), sent.end(), [&](const BoxMove& a, const BoxMove& b) { return wanted[a.to].rank < wanted[b.to].rank; });
+  std::stable_sort(received.begin(), received.end(), [&](const BoxMove& a, const BoxMove& b) {
+    return held[a.from].rank < held[b.from].rank;
+  });
   std::vector<int64_t> ranks, to_each, of_each;
   for (const auto& [rank, numels] : traffic) {
     ranks.push_back(rank);
@@ -276,7 +278,7 @@ std::vector<at::Tensor> exchange(
   auto parts = messages(at::empty({0}, options), ranks, to_each, of_each, mesh, mesh.size());
   const auto arrived = parts.out;
   const kernels::Spacing arriving{of_each, parts.spacing};
-  for (auto& run : runs_of(sent, &Part::from, held, parts.in, leaving(parts))) {
+  for (auto& run : runs_of(sent, &BoxMove::from, held, parts.in, leaving(parts))) {
     kernels::pack(sources[run.piece], run.boxes, run.flat);
   }
   comm::start(std::move(parts)).wait();
@@ -291,7 +293,7 @@ std::vector<at::Tensor> exchange(
   for (const auto& [from, to, box] : kept) {
     kernels::copy(sources[from], {within(box, held[from].box)}, targets[to], {within(box, wanted[to].box)});
   }
-  for (auto& run : runs_of(received, &Part::to, wanted, arrived, arriving)) {
+  for (auto& run : runs_of(received, &BoxMove::to, wanted, arrived, arriving)) {
     kernels::unpack(run.flat, run.boxes, targets[run.piece]);
   }
   return results;

@@ -21,13 +21,13 @@ struct RankBox {
 };
 
 // Part `box`, in global indices, goes from held[from] to wanted[to].
-struct Part {
+struct BoxMove {
   size_t from, to;
   Box box;
 };
 // Every element of every wanted box, once: from the rank itself if it holds the element, else from one of its holders. Sorted
 // by `from`, then `to`. Throws if no rank holds an element.
-std::vector<Part> match(const std::vector<RankBox>& held, const std::vector<RankBox>& wanted);
+std::vector<BoxMove> match(const std::vector<RankBox>& held, const std::vector<RankBox>& wanted);
 
 // Every rank of the mesh calls it with equal lists. `pieces` are this rank's boxes of `held`, in order. Returns this rank's
 // boxes of `wanted`, in new memory. Each element arrives once, from this rank itself if it holds the element. An element that

@@ -1,6 +1,6 @@
 #include "redistribute/messages.h"
 
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "kernels/traced.h"
 
 #include <ATen/ATen.h>
@@ -14,9 +14,9 @@ comm::Collective messages(
     c10::IntArrayRef received,
     const Mesh& mesh,
     int64_t callers) {
-  const auto spacing = comm::spacing(like, mesh, -1, comm::Staged::Messages);
+  const auto spacing = comm::spacing(like, mesh, -1, comm::StagingKind::Messages);
   return {
-      .kind = comm::Kind::AllToAll,
+      .kind = comm::CollectiveKind::AllToAll,
       .mesh = MeshPtr::reclaim_copy(&mesh),
       .in = is_traced(like) ? at::Tensor() : at::empty({kernels::length_of({sent, spacing})}, like.options()),
       .out = at::empty({kernels::length_of({received, spacing})}, like.options()),

@@ -1,6 +1,6 @@
 #include "redistribute/plan.h"
 
-#include "redistribute/kept.h"
+#include "redistribute/plan_cache.h"
 
 #include <algorithm>
 #include <array>
@@ -16,8 +16,8 @@ namespace {
 
 // State of one mesh dim during the search. Even an unchanged placement is redone if an earlier mesh dim that cuts the same
 // tensor dim changes.
-enum Stage : uint8_t { kFrom, kWhole, kTo, kStages };
-using Stages = c10::SmallVector<uint8_t, 4>;
+enum DimStage : uint8_t { kFrom, kWhole, kTo, kStages };
+using DimStages = c10::SmallVector<uint8_t, 4>;
 
 bool same_at(const Layout& a, const Layout& b, int64_t m) {
   return a.placement(m) == b.placement(m) && same_cut(a.cut(m), b.cut(m));
@@ -92,16 +92,16 @@ class Search {
     bool done = false;
   };
   // Ordered by cost, then by the number of steps, then by the state's number, so that all ranks find the same way.
-  using Reached = std::tuple<double, int32_t, size_t>;
+  using SearchNode = std::tuple<double, int32_t, size_t>;
 
-  Stages stages_of(size_t state) const {
-    Stages out;
+  DimStages stages_of(size_t state) const {
+    DimStages out;
     for (int64_t m = 0; m < n_; ++m, state /= kStages) {
       out.push_back(static_cast<uint8_t>(state % kStages));
     }
     return out;
   }
-  size_t index_of(const Stages& stages) const {
+  size_t index_of(const DimStages& stages) const {
     size_t out = 0;
     for (int64_t m = n_ - 1; m >= 0; --m) {
       out = out * kStages + stages[m];
@@ -112,10 +112,10 @@ class Search {
   bool is_open(int64_t m) const {
     return open_ >> m & 1;
   }
-  bool final(const Stages& stages, int64_t m) const {
+  bool final(const DimStages& stages, int64_t m) const {
     return stages[m] == kTo || (stages[m] == kFrom && !is_open(m));
   }
-  bool arrived(const Stages& stages) const {
+  bool arrived(const DimStages& stages) const {
     for (int64_t m = 0; m < n_; ++m) {
       if (!final(stages, m) && !(stages[m] == kWhole && to_.placement(m).is_replicate())) {
         return false;
@@ -123,11 +123,11 @@ class Search {
     }
     return true;
   }
-  bool shards(const Stages& stages, int64_t m, int64_t dim) const {
+  bool shards(const DimStages& stages, int64_t m, int64_t dim) const {
     return stages[m] == kFrom ? from_.placement(m).is_shard(dim) : stages[m] == kTo && to_.placement(m).is_shard(dim);
   }
   // Whether no later mesh dim cuts the pieces of mesh dim m along tensor dim `dim`.
-  bool innermost(const Stages& stages, int64_t m, int64_t dim) const {
+  bool innermost(const DimStages& stages, int64_t m, int64_t dim) const {
     for (int64_t i = m + 1; i < n_; ++i) {
       if (shards(stages, i, dim)) {
         return false;
@@ -136,7 +136,7 @@ class Search {
     return true;
   }
   // Whether the earlier mesh dims cut tensor dim `dim` as they do in `to`, so that m's cut has its final meaning.
-  bool settled(const Stages& stages, int64_t m, int64_t dim) const {
+  bool settled(const DimStages& stages, int64_t m, int64_t dim) const {
     for (int64_t i = 0; i < m; ++i) {
       if (!final(stages, i) && (shards(stages, i, dim) || to_.placement(i).is_shard(dim))) {
         return false;
@@ -144,10 +144,10 @@ class Search {
     }
     return true;
   }
-  Placement placement_at(const Stages& stages, int64_t m) const {
+  Placement placement_at(const DimStages& stages, int64_t m) const {
     return stages[m] == kWhole ? Placement::replicate() : (stages[m] == kFrom ? from_ : to_).placement(m);
   }
-  double held(const Stages& stages) const {
+  double held(const DimStages& stages) const {
     double out = bytes_;
     for (int64_t m = 0; m < n_; ++m) {
       if (placement_at(stages, m).is_shard()) {
@@ -158,7 +158,7 @@ class Search {
   }
 
   // Whether mesh dim m's final placement commutes with all present summands.
-  bool may_join(const Stages& stages, int64_t m) const {
+  bool may_join(const DimStages& stages, int64_t m) const {
     for (int64_t i = 0; i < n_; ++i) {
       if (i != m && !to_.placement(m).commutes_with(placement_at(stages, i))) {
         return false;
@@ -167,7 +167,7 @@ class Search {
     return true;
   }
 
-  void leave(size_t at, const Stages& stages, int64_t m) {
+  void leave(size_t at, const DimStages& stages, int64_t m) {
     const auto& now = from_.placement(m);
     const auto& want = to_.placement(m);
     const bool can_cut = want.is_shard() && innermost(stages, m, want.dim) && settled(stages, m, want.dim);
@@ -196,14 +196,14 @@ class Search {
     }
   }
 
-  void go(size_t at, Stages stages, int64_t m, StepKind kind, Stage stage) {
+  void go(size_t at, DimStages stages, int64_t m, StepKind kind, DimStage stage) {
     const auto cost = cost_of(kind, held(stages), from_.mesh().size(m));
     stages[m] = stage;
     reach(at, stages, {kind, m}, cost);
   }
 
   // One transfer to the end. If the end has new summands, a last local step makes them.
-  void leave_at_once(size_t at, const Stages& stages) {
+  void leave_at_once(size_t at, const DimStages& stages) {
     if (!transfers_) {
       return;
     }
@@ -223,7 +223,7 @@ class Search {
   }
 
   // At most so many ranks exchange pieces with each other, assuming even cuts.
-  int64_t exchanging(const Stages& stages, const Stages& end) const {
+  int64_t exchanging(const DimStages& stages, const DimStages& end) const {
     int64_t out = 1;
     for (int64_t m = 0; m < n_; ++m) {
       out *= stages[m] != end[m] ? from_.mesh().size(m) : 1;
@@ -234,7 +234,7 @@ class Search {
   // The average share of its new piece that a rank already holds, assuming even cuts. Mesh dims with the same cut on both
   // sides count as 1. For a tensor dim that is cut differently, or nested in such a cut, the share is the old piece's share of
   // that dim.
-  double overlap(const Stages& stages, const Stages& end) const {
+  double overlap(const DimStages& stages, const DimStages& end) const {
     double out = 1;
     uint64_t apart = 0; // tensor dims
     for (int64_t m = 0; m < n_; ++m) {
@@ -252,7 +252,7 @@ class Search {
     return out;
   }
 
-  void reach(size_t from, const Stages& stages, const Step& step, double cost) {
+  void reach(size_t from, const DimStages& stages, const Step& step, double cost) {
     cost += nodes_[from].cost;
     const auto steps = nodes_[from].steps + 1;
     const auto index = index_of(stages);
@@ -279,7 +279,7 @@ class Search {
   int64_t n_;
   uint64_t open_;
   std::vector<Node> nodes_;
-  std::priority_queue<Reached, std::vector<Reached>, std::greater<>> reached_;
+  std::priority_queue<SearchNode, std::vector<SearchNode>, std::greater<>> reached_;
 };
 
 } // namespace
@@ -358,7 +358,7 @@ Plan make_plan(const Layout& from, const Layout& to, double bytes, bool transfer
 std::shared_ptr<const Plan> plan_for(const Layout& from, const Layout& to, double bytes, bool transfers) {
   const auto power = std::ilogb(std::max(bytes, 1.0));
   const auto make = [&] { return make_plan(from, to, std::ldexp(1.0, power), transfers); };
-  return kept<Plan>(from, to, Found::Plan, {power, static_cast<int64_t>(transfers)}, make);
+  return cached<Plan>(from, to, CachedKind::Plan, {power, static_cast<int64_t>(transfers)}, make);
 }
 
 } // namespace shardtensor

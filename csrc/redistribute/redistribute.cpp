@@ -1,8 +1,8 @@
 #include "redistribute/redistribute.h"
 
 #include "comm/comm.h"
-#include "comm/faults.h"
-#include "comm/values.h"
+#include "comm/desync.h"
+#include "comm/tensor_kind.h"
 #include "kernels/boxes.h"
 #include "layout/symbolic.h"
 #include "redistribute/plan.h"
@@ -54,10 +54,10 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
         from.mesh().rank(), ")");
     return redistribute_in_graph(local, *here, to, sizes);
   }
-  if (!from.mesh().has_me()) {
+  if (!from.mesh().has_this_rank()) {
     return local;
   }
-  State s{{kernels::resolved(local)}, LayoutPtr::reclaim_copy(&from), {}};
+  StepState s{{kernels::resolved(local)}, LayoutPtr::reclaim_copy(&from), {}};
   Sizes numbers;
   const auto plan = plan_in_graph(from, to, sizes, local.element_size());
   for (const auto& step : plan->steps) {
@@ -85,7 +85,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
 }
 
 // Between two meshes with different ranks or places. Every rank of either mesh calls it.
-Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
+PendingPiece redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
   check_devices(from, to);
   const auto by = added_up(from, to, sizes, static_cast<int64_t>(local.element_size()));
   const auto there = transfer_target(*by, to);
@@ -120,7 +120,7 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
       return redistribute(local, *here, to, sizes, rest);
     }
     const Step step{StepKind::Transfer, -1};
-    Moving out;
+    PendingPiece out;
     in_step(
         from, to, step, [&] { out = redistribute_across(local, from, to, sizes, rest != nullptr); }, nothing_due);
     if (out.rest) {
@@ -128,10 +128,10 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
     }
     return out.local;
   }
-  if (!from.mesh().has_me()) {
+  if (!from.mesh().has_this_rank()) {
     return local;
   }
-  State s{{kernels::resolved(local)}, LayoutPtr::reclaim_copy(&from), sizes};
+  StepState s{{kernels::resolved(local)}, LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
   const auto plan = plan_for(from, to, bytes);
   const auto& steps = plan->steps;
@@ -143,7 +143,10 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
     const auto begun = comm::begun();
     in_step(
         from, to, step, [&] { take_step(s, step, plan->after(i, to)); },
-        [&] { return dims_of(c10::ArrayRef<Step>(steps).slice(i + 1)) | (comm::begun() == begun ? dims_of(step) : 0); });
+        [&] {
+          return communicating_dims(c10::ArrayRef<Step>(steps).slice(i + 1)) |
+                 (comm::begun() == begun ? communicating_dims(step) : 0);
+        });
   }
   TORCH_INTERNAL_ASSERT(
       s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());

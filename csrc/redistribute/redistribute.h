@@ -21,7 +21,7 @@ at::Tensor redistribute(
     const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, comm::InFlight* rest = nullptr);
 
 // Of several tensors at once.
-struct Moved {
+struct PieceMove {
   at::Tensor local;
   LayoutPtr from, to;
   Sizes sizes; // global
@@ -29,6 +29,6 @@ struct Moved {
 // redistribute() of each. Steps of one kind along one mesh dim are one collective, for reductions one for each op and dtype; but
 // large tensors move alone, since copying them costs more than a call. Every rank of the meshes calls it, with equal lists. With
 // `rests`, the last collective of each is only started, as redistribute() does with `rest`.
-std::vector<at::Tensor> redistribute_all(const std::vector<Moved>& tensors, std::vector<comm::InFlight>* rests = nullptr);
+std::vector<at::Tensor> redistribute_all(const std::vector<PieceMove>& tensors, std::vector<comm::InFlight>* rests = nullptr);
 
 } // namespace shardtensor

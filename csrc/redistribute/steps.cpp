@@ -1,16 +1,16 @@
 #include "redistribute/steps.h"
 
 #include "comm/comm.h"
-#include "comm/epoch.h"
+#include "comm/group_generation.h"
 #include "comm/reducible.h"
+#include "comm/tensor_kind.h"
 #include "comm/traced.h"
-#include "comm/values.h"
 #include "kernels/boxes.h"
 #include "kernels/traced.h"
-#include "redistribute/agreed.h"
-#include "redistribute/identity.h"
-#include "redistribute/kept.h"
-#include "redistribute/parts.h"
+#include "redistribute/chunk_packing.h"
+#include "redistribute/metadata_check.h"
+#include "redistribute/neutral_value.h"
+#include "redistribute/plan_cache.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>
@@ -28,15 +28,15 @@ using c10::IntArrayRef;
 
 // How many elements are sent to each coordinate, or received from it. It is stored as a formula or a short list where possible,
 // so that the time for a new size does not grow with the number of ranks; only all(), for calls that need a list, grows.
-class Counts {
+class ElementCounts {
  public:
-  Counts() = default;
+  ElementCounts() = default;
   // No elements, until add().
-  explicit Counts(int64_t n) : n_(n) {}
+  explicit ElementCounts(int64_t n) : n_(n) {}
   // `each` for every index of a piece, of pieces of length `full` up to the end of `extent`.
-  Counts(int64_t n, int64_t each, int64_t full, int64_t extent) : n_(n), each_(each), full_(full), extent_(extent) {}
+  ElementCounts(int64_t n, int64_t each, int64_t full, int64_t extent) : n_(n), each_(each), full_(full), extent_(extent) {}
   // The same for the lengths that a cut lists from `row` on.
-  Counts(int64_t n, int64_t each, Cut cut, int64_t row) : n_(n), each_(each), cut_(std::move(cut)), row_(row) {}
+  ElementCounts(int64_t n, int64_t each, Cut cut, int64_t row) : n_(n), each_(each), cut_(std::move(cut)), row_(row) {}
 
   void add(int64_t c, int64_t numel) {
     few_.emplace_back(c, numel);
@@ -67,9 +67,9 @@ class Counts {
 };
 
 // How mesh dim `m` cuts the indices that the earlier mesh dims leave to this rank.
-class Cutting {
+class MeshDimSplit {
  public:
-  Cutting(const Layout& layout, int64_t m, int64_t extent)
+  MeshDimSplit(const Layout& layout, int64_t m, int64_t extent)
       : layout_(layout),
         m_(m),
         extent_(extent),
@@ -112,14 +112,14 @@ class Cutting {
     }
     return out;
   }
-  Counts counts(int64_t each) const {
+  ElementCounts counts(int64_t each) const {
     if (sizes_) {
       return {n_, each, layout_.cut(m_), row_};
     }
     if (!strided_) {
       return {n_, each, full_, extent_};
     }
-    Counts out(n_);
+    ElementCounts out(n_);
     for (int64_t c = 0; c < n_; ++c) {
       out.add(c, each * length(c));
     }
@@ -137,11 +137,13 @@ class Cutting {
     return n;
   }
   // The pieces of all coordinates except `without`, in a tensor of these sizes.
-  Parts parts(IntArrayRef sizes, int64_t dim, int64_t without = -1) const {
+  PackedChunks parts(IntArrayRef sizes, int64_t dim, int64_t without = -1) const {
     if (sizes_) {
-      return {sizes, dim, kept<Rows>(layout_, layout_, Found::Rows, {m_, row_, without}, [&] { return rows(without); })};
+      return {sizes, dim, cached<ChunkRuns>(layout_, layout_, CachedKind::ChunkRuns, {m_, row_, without}, [&] {
+                return rows(without);
+              })};
     }
-    return {sizes, dim, std::make_shared<Rows>(rows(without))};
+    return {sizes, dim, std::make_shared<ChunkRuns>(rows(without))};
   }
   // Whether the pieces lie one after the other in a contiguous tensor: dims before `dim` have one index.
   bool in_order(IntArrayRef sizes, int64_t dim) const {
@@ -149,8 +151,8 @@ class Cutting {
   }
 
  private:
-  Rows rows(int64_t without) const {
-    Rows out;
+  ChunkRuns rows(int64_t without) const {
+    ChunkRuns out;
     if (full_ > 0) { // even: whole pieces up to the last that is not empty
       const auto whole = extent_ / full_;
       const auto add = [&](int64_t first, int64_t last) { out.add(first * full_, full_, std::max<int64_t>(0, last - first)); };
@@ -209,7 +211,7 @@ Intervals side_by_side(const Intervals& runs) {
 
 // Does the second half of a step, now or later: waits, then calls next(), which reads or writes `used`.
 template <typename F>
-void complete(State& s, comm::InFlight moving, F next, const std::vector<at::Tensor>& used) {
+void complete(StepState& s, comm::InFlight moving, F next, const std::vector<at::Tensor>& used) {
   if (s.later && moving) {
     moving.then(std::move(next), used);
     s.rest = std::move(moving);
@@ -221,7 +223,7 @@ void complete(State& s, comm::InFlight moving, F next, const std::vector<at::Ten
 
 // Makes `out` this rank's piece. `next` finishes it, as soon as its data has arrived.
 template <typename F>
-void then(State& s, at::Tensor out, F next) {
+void then(StepState& s, at::Tensor out, F next) {
   if (s.rest) {
     s.rest.then(std::move(next), {out});
   } else {
@@ -298,19 +300,19 @@ bool of_one_size(const std::vector<int64_t>& numels) {
   return std::equal(numels.begin() + 1, numels.end(), numels.begin());
 }
 
-void take_root(State& s, double order, const at::TensorOptions& options) {
+void take_root(StepState& s, double order, const at::TensorOptions& options) {
   auto out = at::empty(s.local.sizes(), options);
   then(s, out, [sum = s.local, out, order]() mutable { out.copy_(norm_root(sum, order, out.scalar_type())); });
 }
 
-void reduce_everywhere(State& s, int64_t m, const LayoutPtr& next) {
+void reduce_everywhere(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto p = s.layout->placement(m);
   const auto summand = s.local;
   const bool norm = p.reduce == ReduceOp::Norm;
   s.local = norm ? norm_power(summand, p.norm_order) : summand.clone(at::MemoryFormat::Contiguous);
   s.layout = next;
-  auto reduced =
-      comm::start({.kind = comm::Kind::AllReduce, .mesh = next->mesh_ptr(), .mesh_dim = m, .op = p.reduce, .out = s.local});
+  auto reduced = comm::start(
+      {.kind = comm::CollectiveKind::AllReduce, .mesh = next->mesh_ptr(), .mesh_dim = m, .op = p.reduce, .out = s.local});
   if (s.later) {
     s.rest = std::move(reduced);
   } else {
@@ -322,8 +324,8 @@ void reduce_everywhere(State& s, int64_t m, const LayoutPtr& next) {
 }
 
 // This rank's side of a reduce-scatter.
-struct Scattering {
-  Parts all, others;           // of all coordinates' pieces in this rank's summand, and without its own; empty if in order
+struct ReduceScatterPart {
+  PackedChunks all, others;    // of all coordinates' pieces in this rank's summand, and without its own; empty if in order
   std::vector<Box> own;        // its own
   std::vector<int64_t> numels; // of the pieces
   std::vector<Box> places;     // of this rank's boxes in its piece
@@ -336,12 +338,12 @@ struct Scattering {
   }
 };
 
-Scattering make_scattering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
-  Scattering out;
+ReduceScatterPart make_scattering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  ReduceScatterPart out;
   const auto dim = next.placement(m).dim;
   const auto me = next.mesh().coordinate()[m];
   const auto whole = before.local_sizes(sizes);
-  const Cutting cutting(next, m, whole[dim]);
+  const MeshDimSplit cutting(next, m, whole[dim]);
   const auto runs = cutting.runs(me);
   out.numels = cutting.numels(c10::multiply_integers(with_size(whole, dim, 1)));
   out.of_one_size = of_one_size(out.numels);
@@ -354,19 +356,20 @@ Scattering make_scattering(const Layout& before, const Layout& next, int64_t m, 
   return out;
 }
 
-std::shared_ptr<const Scattering> scattering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
-  return kept<Scattering>(before, next, Found::Scattering, sizes, [&] { return make_scattering(before, next, m, sizes); });
+std::shared_ptr<const ReduceScatterPart> scattering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  return cached<ReduceScatterPart>(
+      before, next, CachedKind::ReduceScatterPart, sizes, [&] { return make_scattering(before, next, m, sizes); });
 }
 
 // The backend reduces.
 void reduce_on_the_way(
-    State& s, int64_t m, const Scattering& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
-  const auto spacing = in_place || x.of_one_size ? 1 : comm::spacing(source, s.mesh(), m, comm::Staged::List);
+    StepState& s, int64_t m, const ReduceScatterPart& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
+  const auto spacing = in_place || x.of_one_size ? 1 : comm::spacing(source, s.mesh(), m, comm::StagingKind::List);
   const auto in = in_place ? source : x.all.pack(source, {x.numels, spacing});
   const bool direct = x.places.size() <= 1;
   auto flat = direct ? out.view(-1) : at::empty({out.numel()}, out.options());
   auto reduced = comm::start({
-      .kind = comm::Kind::ReduceScatter,
+      .kind = comm::CollectiveKind::ReduceScatter,
       .mesh = s.layout->mesh_ptr(),
       .mesh_dim = m,
       .op = op,
@@ -401,7 +404,7 @@ void put_between(at::Tensor& flat, const at::Tensor& own, int64_t me) {
 // All ranks' summands of this rank's piece arrive and are added here, in the order of the coordinates on every rank. This
 // rank's own summand waits in `out` meanwhile, so that only data that is sent is packed.
 void reduce_on_arrival(
-    State& s, int64_t m, const Scattering& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
+    StepState& s, int64_t m, const ReduceScatterPart& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
   const auto n = s.mesh().size(m);
   const auto me = s.mesh().coordinate()[m];
   const auto numel = out.numel();
@@ -417,7 +420,7 @@ void reduce_on_arrival(
   auto summands = at::empty({numel * n}, out.options());
   auto arriving = in_place ? summands : summands.narrow(0, numel, numel * (n - 1));
   auto arrived = comm::start({
-      .kind = comm::Kind::AllToAll,
+      .kind = comm::CollectiveKind::AllToAll,
       .mesh = s.layout->mesh_ptr(),
       .mesh_dim = m,
       .in = in,
@@ -435,7 +438,7 @@ void reduce_on_arrival(
   complete(s, std::move(arrived), finish, {summands, out});
 }
 
-void reduce_into_pieces(State& s, int64_t m, const LayoutPtr& next) {
+void reduce_into_pieces(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto p = s.layout->placement(m);
   const auto summand = s.local;
   const bool norm = p.reduce == ReduceOp::Norm;
@@ -456,10 +459,10 @@ void reduce_into_pieces(State& s, int64_t m, const LayoutPtr& next) {
 }
 
 // This rank's side of an all-gather.
-struct Gathering {
+struct AllGatherPart {
   Sizes sizes;                 // of the result
   std::vector<int64_t> numels; // of the pieces
-  Parts all, others;           // of all coordinates' pieces in the result, and without this rank's; empty if direct
+  PackedChunks all, others;    // of all coordinates' pieces in the result, and without this rank's; empty if direct
   Pairs own;                   // this rank's piece, and its places in the result
   int64_t peers = 0;           // ranks whose piece is not empty
   bool direct = true;          // every piece is one contiguous run of the result
@@ -470,13 +473,13 @@ struct Gathering {
   }
 };
 
-Gathering make_gathering(const Layout& before, int64_t m, IntArrayRef sizes) {
-  Gathering out;
+AllGatherPart make_gathering(const Layout& before, int64_t m, IntArrayRef sizes) {
+  AllGatherPart out;
   const auto dim = before.placement(m).dim;
   const auto& me = before.mesh().coordinate();
   const auto extent = before.extent_before(m, dim, sizes[dim], me);
   const auto local = before.local_sizes(sizes);
-  const Cutting cutting(before, m, extent);
+  const MeshDimSplit cutting(before, m, extent);
   out.sizes = with_size(local, dim, extent);
   out.numels = cutting.numels(c10::multiply_integers(with_size(local, dim, 1)));
   out.of_one_size = of_one_size(out.numels);
@@ -490,15 +493,15 @@ Gathering make_gathering(const Layout& before, int64_t m, IntArrayRef sizes) {
   return out;
 }
 
-std::shared_ptr<const Gathering> gathering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
-  return kept<Gathering>(before, next, Found::Gathering, sizes, [&] { return make_gathering(before, m, sizes); });
+std::shared_ptr<const AllGatherPart> gathering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  return cached<AllGatherPart>(before, next, CachedKind::AllGatherPart, sizes, [&] { return make_gathering(before, m, sizes); });
 }
 
-void gather(State& s, int64_t m, const LayoutPtr& next) {
+void gather(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto me = s.mesh().coordinate()[m];
   const auto x = gathering(*s.layout, *next, m, s.sizes);
   auto whole = at::empty(x->sizes, s.local.options());
-  comm::Collective all{.kind = comm::Kind::AllGather, .mesh = next->mesh_ptr(), .mesh_dim = m};
+  comm::Collective all{.kind = comm::CollectiveKind::AllGather, .mesh = next->mesh_ptr(), .mesh_dim = m};
   if (x->direct) {
     all.in = s.local;
     all.out = whole;
@@ -511,7 +514,7 @@ void gather(State& s, int64_t m, const LayoutPtr& next) {
     const bool stage_own = as_one || s.later || !s.local.is_contiguous() || x->own.from.size() > 1;
     auto numels = x->numels;
     numels[me] = stage_own ? numels[me] : 0;
-    const auto spacing = as_one ? 1 : comm::spacing(s.local, s.mesh(), m, comm::Staged::List);
+    const auto spacing = as_one ? 1 : comm::spacing(s.local, s.mesh(), m, comm::StagingKind::List);
     auto flat = at::empty({kernels::length_of({numels, spacing})}, s.local.options());
     auto pieces = kernels::parts_of(flat, {numels, spacing});
     if (stage_own) {
@@ -536,7 +539,7 @@ void gather(State& s, int64_t m, const LayoutPtr& next) {
   s.layout = next;
 }
 
-void slice(State& s, int64_t m, const LayoutPtr& next) {
+void slice(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto dim = next->placement(m).dim;
   s.layout = next;
   const auto runs = s.layout->split(m, s.local.size(dim), s.mesh().coordinate());
@@ -552,14 +555,14 @@ void slice(State& s, int64_t m, const LayoutPtr& next) {
 
 // What this rank sends and receives in an exchange.
 struct Exchange {
-  Parts out, in; // for all other coordinates, and from them; or boxes, in their order
+  PackedChunks out, in; // for all other coordinates, and from them; or boxes, in their order
   std::vector<Box> packed, unpacked;
   bool by_boxes = false;
-  Pairs own;             // the elements that this rank keeps
-  Counts sent, received; // numbers of elements, including those that it keeps
-  Sizes sizes;           // of the piece after
-  int64_t peers = 0;     // ranks that it sends to, or receives from, whichever are more
-  bool in_order = false; // contiguous pieces need no packing and no unpacking
+  Pairs own;                    // the elements that this rank keeps
+  ElementCounts sent, received; // numbers of elements, including those that it keeps
+  Sizes sizes;                  // of the piece after
+  int64_t peers = 0;            // ranks that it sends to, or receives from, whichever are more
+  bool in_order = false;        // contiguous pieces need no packing and no unpacking
 
   size_t weight() const {
     return out.weight() + in.weight() + packed.size() + unpacked.size() + own.from.size() + sent.weight() + received.weight();
@@ -582,7 +585,7 @@ struct Exchange {
 
 // A step that cuts another tensor dim: each rank sends every other rank a slab of its piece.
 void exchange_slabs(
-    Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me) {
+    Exchange& x, IntArrayRef local, int64_t src, const MeshDimSplit& held, int64_t dst, const MeshDimSplit& wanted, int64_t me) {
   const auto rest = c10::multiply_integers(with_size(with_size(local, src, 1), dst, 1));
   x.sent = wanted.counts(rest * local[src]);
   x.received = held.counts(rest * x.sizes[dst]);
@@ -596,11 +599,18 @@ void exchange_slabs(
 
 // A step that cuts the same tensor dim in another way, or in strides.
 void exchange_boxes(
-    Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me, int64_t n) {
+    Exchange& x,
+    IntArrayRef local,
+    int64_t src,
+    const MeshDimSplit& held,
+    int64_t dst,
+    const MeshDimSplit& wanted,
+    int64_t me,
+    int64_t n) {
   x.by_boxes = true;
-  x.sent = x.received = Counts(n);
+  x.sent = x.received = ElementCounts(n);
   const auto mine = held.runs(me), asked = wanted.runs(me);
-  const auto add = [&](int64_t c, Pairs pairs, Counts& counts, std::vector<Box>& boxes, std::vector<Box> Pairs::*side) {
+  const auto add = [&](int64_t c, Pairs pairs, ElementCounts& counts, std::vector<Box>& boxes, std::vector<Box> Pairs::*side) {
     const auto numel = pairs.numel();
     if (numel) {
       counts.add(c, numel);
@@ -629,7 +639,7 @@ Exchange make_exchange(const Layout& before, const Layout& next, int64_t m, IntA
   const auto n = before.mesh().size(m), me = before.mesh().coordinate()[m];
   const auto local = before.local_sizes(sizes);
   const auto extent = before.extent_before(m, src, sizes[src], before.mesh().coordinate());
-  const Cutting held(before, m, extent), wanted(next, m, src == dst ? extent : local[dst]);
+  const MeshDimSplit held(before, m, extent), wanted(next, m, src == dst ? extent : local[dst]);
   Exchange x;
   x.sizes = with_size(local, src, extent);
   x.sizes[dst] = wanted.length(me);
@@ -642,16 +652,16 @@ Exchange make_exchange(const Layout& before, const Layout& next, int64_t m, IntA
 }
 
 std::shared_ptr<const Exchange> exchange_of(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
-  return kept<Exchange>(before, next, Found::Exchange, sizes, [&] { return make_exchange(before, next, m, sizes); });
+  return cached<Exchange>(before, next, CachedKind::Exchange, sizes, [&] { return make_exchange(before, next, m, sizes); });
 }
 
 // One mesh dim changes its cut, on the same tensor dim or on another: every element goes directly to its new owner.
-void exchange(State& s, int64_t m, const LayoutPtr& next) {
+void exchange(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto x = exchange_of(*s.layout, *next, m, s.sizes);
   const auto me = s.mesh().coordinate()[m];
   const auto source = s.local;
   s.layout = next;
-  comm::Collective all{.kind = comm::Kind::AllToAll, .mesh = next->mesh_ptr(), .mesh_dim = m};
+  comm::Collective all{.kind = comm::CollectiveKind::AllToAll, .mesh = next->mesh_ptr(), .mesh_dim = m};
   if (!s.later && x->in_order && source.is_contiguous()) {
     all.in = source;
     all.out = s.local = at::empty(x->sizes, source.options());
@@ -662,7 +672,7 @@ void exchange(State& s, int64_t m, const LayoutPtr& next) {
   // The send buffer is freed before the result is made, unless the step is only started here.
   auto sent = x->sent.all(), received = x->received.all();
   sent[me] = received[me] = 0;
-  const auto spacing = comm::spacing(source, s.mesh(), m, comm::Staged::AllToAll);
+  const auto spacing = comm::spacing(source, s.mesh(), m, comm::StagingKind::AllToAll);
   auto arrived = at::empty({kernels::length_of({received, spacing})}, source.options());
   all.in = x->pack(source, {sent, spacing});
   all.out = arrived;
@@ -686,7 +696,7 @@ void exchange(State& s, int64_t m, const LayoutPtr& next) {
 
 // Turns a replicated value into summands. If the reduction allows repeats, all ranks keep the value; else coordinate 0 keeps
 // it and the others get the neutral value.
-void make_partial(State& s, int64_t m, const LayoutPtr& next) {
+void make_partial(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto& p = next->placement(m);
   if (s.layout->placement(m).serves_as(p)) {
     s.layout = next;
@@ -712,7 +722,7 @@ void make_partial(State& s, int64_t m, const LayoutPtr& next) {
 }
 
 // Turns a piece into a summand of the whole, padded with the neutral value.
-void pad(State& s, int64_t m, const LayoutPtr& next) {
+void pad(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto& p = next->placement(m);
   const auto dim = s.layout->placement(m).dim;
   const auto& me = s.mesh().coordinate();
@@ -725,7 +735,7 @@ void pad(State& s, int64_t m, const LayoutPtr& next) {
   s.layout = next;
 }
 
-void go_at_once(State& s, const LayoutPtr& next) {
+void go_at_once(StepState& s, const LayoutPtr& next) {
   auto moving = transfer(s.local, *s.layout, *next, s.sizes, s.later);
   s.local = moving.local;
   s.layout = next;
@@ -756,7 +766,7 @@ comm::InFlight in_its_step(comm::InFlight rest, const Layout& from, const Layout
   return rest;
 }
 
-uint64_t dims_of(c10::ArrayRef<Step> steps) {
+uint64_t communicating_dims(c10::ArrayRef<Step> steps) {
   uint64_t out = 0;
   for (const auto& step : steps) {
     out |= communicates(step) && step.mesh_dim >= 0 ? uint64_t{1} << step.mesh_dim : 0;
@@ -765,15 +775,16 @@ uint64_t dims_of(c10::ArrayRef<Step> steps) {
 }
 
 void agree(const Plan& plan, const Layout& from, const Layout& to, IntArrayRef sizes, at::ScalarType dtype) {
-  // A rank may have dropped a plan that other ranks still have. So this only skips a check that check_agreed() would skip too.
+  // A rank may have dropped a plan that other ranks still have. So this only skips a check that check_metadata() would skip too.
   const auto kind = (comm::epoch() << 16) + (static_cast<int64_t>(sizes.size()) << 8) + static_cast<int64_t>(dtype);
   if (plan.communicates() && std::exchange(plan.agreed, kind) != kind) {
     in_step(
-        from, to, plan.steps.front(), [&] { check_agreed(from, to, sizes, dtype); }, [&] { return dims_of(plan.steps); });
+        from, to, plan.steps.front(), [&] { check_metadata(from, to, sizes, dtype); },
+        [&] { return communicating_dims(plan.steps); });
   }
 }
 
-void take_step(State& s, const Step& step, const LayoutPtr& next) {
+void take_step(StepState& s, const Step& step, const LayoutPtr& next) {
   const auto m = step.mesh_dim;
   // A rank alone along the mesh dim holds everything, for any placement. Exception: a norm's summand may be negative.
   if (m >= 0 && comm::is_alone(s.mesh(), m) && s.layout->placement(m).reduce != ReduceOp::Norm) {
@@ -810,7 +821,7 @@ int64_t prepare_step(const Step& step, const Layout& before, const Layout& next,
     case StepKind::AllToAll:
       return exchange_of(before, next, m, sizes)->peers;
     case StepKind::Transfer:
-      return static_cast<int64_t>(kept_transfer(before, next, sizes)->ranks.size());
+      return static_cast<int64_t>(cached_transfer(before, next, sizes)->ranks.size());
     default:
       return 0;
   }

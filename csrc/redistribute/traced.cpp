@@ -3,7 +3,7 @@
 #include "comm/comm.h"
 #include "comm/traced.h"
 #include "layout/symbolic.h"
-#include "redistribute/identity.h"
+#include "redistribute/neutral_value.h"
 
 #include <ATen/ATen.h>
 
@@ -166,8 +166,8 @@ at::Tensor exchange(
 }
 
 // The pieces of a cut, end to end.
-struct Row {
-  explicit Row(const Lengths& given) : lengths(given), order(given.size() + 1) {
+struct PieceEnds {
+  explicit PieceEnds(const Lengths& given) : lengths(given), order(given.size() + 1) {
     for (const auto& length : lengths) {
       ends.push_back(plus(ends.back(), length));
     }
@@ -188,7 +188,7 @@ struct Row {
 };
 
 // Compares the boundaries of all pieces, so that the guards are alike on all ranks.
-void put_in_order(Row& a, Row& b) {
+void put_in_order(PieceEnds& a, PieceEnds& b) {
   for (int64_t nth = 0; a.taken < a.ends.size() && b.taken < b.ends.size(); ++nth) {
     const auto &x = a.ends[a.taken], &y = b.ends[b.taken];
     const bool both = x.is_same(y) || x == y, first = both || x < y;
@@ -204,7 +204,7 @@ void put_in_order(Row& a, Row& b) {
 // From one cut of `dim` to another.
 at::Tensor recut(const at::Tensor& local, int64_t dim, const Lengths& held, const Lengths& wanted, const Mesh& mesh, int64_t m) {
   const auto me = mesh.coordinate()[m], n = mesh.size(m);
-  Row now(held), next(wanted);
+  PieceEnds now(held), next(wanted);
   put_in_order(now, next);
   const auto common = [&](int64_t holder, int64_t wants) -> SymInterval {
     const auto later = now.order[holder] < next.order[wants], earlier = now.order[holder + 1] < next.order[wants + 1];

@@ -1,8 +1,8 @@
 #include "redistribute/transfer.h"
 
 #include "kernels/boxes.h"
-#include "redistribute/kept.h"
 #include "redistribute/messages.h"
+#include "redistribute/plan_cache.h"
 
 #include <ATen/ATen.h>
 
@@ -84,8 +84,8 @@ bool agree(const Coordinate& a, const Coordinate& b, const MeshDims& dims) {
   return std::all_of(dims.begin(), dims.end(), [&](int64_t m) { return a[m] == b[m]; });
 }
 
-struct Side {
-  explicit Side(const Layout& l) : layout(l), mesh(l.mesh()) {
+struct TransferSide {
+  explicit TransferSide(const Layout& l) : layout(l), mesh(l.mesh()) {
     for (int64_t m = 0; m < l.ndim(); ++m) {
       (l.placement(m).is_shard() ? cuts : l.placement(m).is_partial() ? summands : copies).push_back(m);
     }
@@ -114,9 +114,9 @@ struct Side {
 };
 
 // The pieces of one dim that share indices with `mine`, in the order of their coordinates.
-class Met {
+class MeetingPieces {
  public:
-  Met(const Intervals& mine, const Side& other, int64_t dim, int64_t size)
+  MeetingPieces(const Intervals& mine, const TransferSide& other, int64_t dim, int64_t size)
       : mine_(mine), other_(other), cutting_(other.cutting(dim)), at_(other.mesh.ndim(), 0) {
     const auto strided = [&](int64_t m) { return other.layout.placement(m).split_factor > 1; };
     if (std::any_of(cutting_.begin(), cutting_.end(), strided)) {
@@ -134,7 +134,7 @@ class Met {
   }
 
   std::vector<int64_t> index; // of the pieces in the mesh: their coordinates along the mesh dims that cut, zeros along others
-  Boxes::Dim dim;             // the shared indices, counted in the piece `mine`
+  Boxes::DimRuns dim;         // the shared indices, counted in the piece `mine`
 
  private:
   // Only the coordinates whose pieces of `piece` may meet `mine`, mesh dim by mesh dim.
@@ -206,16 +206,16 @@ class Met {
   }
 
   const Intervals& mine_;
-  const Side& other_;
+  const TransferSide& other_;
   const MeshDims cutting_;
   Coordinate at_;
   int64_t start_ = 0, end_ = 0; // of `mine` as a whole
 };
 
 // The pieces of `other` that share elements with the piece of these intervals: the product of those that meet it along each dim.
-class Sharing {
+class OverlappingPieces {
  public:
-  Sharing(const std::vector<Intervals>& mine, const Side& other, IntArrayRef sizes) {
+  OverlappingPieces(const std::vector<Intervals>& mine, const TransferSide& other, IntArrayRef sizes) {
     for (size_t d = 0; d < sizes.size(); ++d) {
       met_.emplace_back(mine[d], other, static_cast<int64_t>(d), sizes[d]);
       count_ *= met_.back().index.size();
@@ -258,7 +258,7 @@ class Sharing {
     }
   }
   Boxes boxes(std::vector<uint32_t> numbers) && {
-    Boxes::Dims dims;
+    Boxes::RunsByDim dims;
     for (auto& met : met_) {
       dims.push_back(std::move(met.dim));
     }
@@ -266,7 +266,7 @@ class Sharing {
   }
 
  private:
-  std::vector<Met> met_;
+  std::vector<MeetingPieces> met_;
   size_t count_ = 1;
 };
 
@@ -299,13 +299,13 @@ class Match {
     const auto before = from_.mesh.index_of_rank(rank), after = to_.mesh.index_of_rank(rank);
     if (before >= 0) {
       const auto me = from_.mesh.coordinate_at(before);
-      Sharing sharing(intervals(from_, me), to_, sizes_);
+      OverlappingPieces sharing(intervals(from_, me), to_, sizes_);
       out.packed = list(std::move(sharing), out.sent, [&](const auto& add) { each_sent(sharing, rank, me, add); });
     }
     if (after >= 0) {
       const auto me = to_.mesh.coordinate_at(after);
       const auto mine = intervals(to_, me);
-      Sharing sharing(mine, from_, sizes_);
+      OverlappingPieces sharing(mine, from_, sizes_);
       out.unpacked = list(std::move(sharing), out.received, [&](const auto& add) { each_received(sharing, rank, me, add); });
       if (before >= 0) {
         list_kept(mine, intervals(from_, from_.mesh.coordinate_at(before)), out);
@@ -319,7 +319,7 @@ class Match {
     const auto before = from_.mesh.index_of_rank(rank), after = to_.mesh.index_of_rank(rank);
     if (before >= 0) {
       const auto me = from_.mesh.coordinate_at(before);
-      const Sharing sharing(intervals(from_, me), to_, sizes_);
+      const OverlappingPieces sharing(intervals(from_, me), to_, sizes_);
       each_sent(sharing, rank, me, [&](int64_t, int64_t numel, uint32_t) { out.sent += numel; });
     }
     if (after >= 0) { // everything that it lacks, once
@@ -343,7 +343,7 @@ class Match {
     return index >= 0 ? std::optional(from_.mesh.coordinate_at(index)) : std::nullopt;
   }
 
-  std::vector<Intervals> intervals(const Side& side, const Coordinate& c) const {
+  std::vector<Intervals> intervals(const TransferSide& side, const Coordinate& c) const {
     std::vector<Intervals> out;
     for (size_t d = 0; d < sizes_.size(); ++d) {
       out.push_back(side.layout.intervals(static_cast<int64_t>(d), sizes_[d], c));
@@ -369,7 +369,7 @@ class Match {
 
   // Calls get(rank, numel, number) for the elements from each holder except the rank itself.
   template <typename Get>
-  void each_received(const Sharing& sharing, int64_t rank, const Coordinate& me, const Get& get) const {
+  void each_received(const OverlappingPieces& sharing, int64_t rank, const Coordinate& me, const Get& get) const {
     const auto& ranks = from_.mesh.description().ranks;
     if (from_.all_cut()) {
       return sharing.each([&](int64_t index, int64_t numel, uint32_t number) {
@@ -390,7 +390,7 @@ class Match {
 
   // Calls send(rank, numel, number) for what goes to each receiver.
   template <typename Send>
-  void each_sent(const Sharing& sharing, int64_t rank, const Coordinate& me, const Send& send) const {
+  void each_sent(const OverlappingPieces& sharing, int64_t rank, const Coordinate& me, const Send& send) const {
     const auto& ranks = to_.mesh.description().ranks;
     if (from_.all_cut() && to_.all_cut()) { // each element has one holder and one receiver
       return sharing.each([&](int64_t index, int64_t numel, uint32_t number) {
@@ -425,7 +425,7 @@ class Match {
 
   // The messages that each(add) adds, by ascending rank, and their boxes.
   template <typename Each>
-  static Boxes list(Sharing&& sharing, std::vector<Transfer::Message>& messages, const Each& each) {
+  static Boxes list(OverlappingPieces&& sharing, std::vector<Transfer::Message>& messages, const Each& each) {
     std::vector<uint32_t> numbers(sharing.count());
     messages.resize(sharing.count());
     size_t n = 0;
@@ -456,7 +456,7 @@ class Match {
   }
 
   static void list_kept(const std::vector<Intervals>& mine, const std::vector<Intervals>& held, Transfer& out) {
-    Boxes::Dims to, from;
+    Boxes::RunsByDim to, from;
     for (size_t d = 0; d < mine.size(); ++d) {
       auto &there = to.emplace_back(), &here = from.emplace_back();
       for (const auto& o : overlaps_of(mine[d], held[d])) {
@@ -472,12 +472,12 @@ class Match {
     out.kept_from = Boxes(std::move(from), {0}).all();
   }
 
-  Side from_, to_;
+  TransferSide from_, to_;
   IntArrayRef sizes_;
 };
 
 // Ranks of the second mesh that are not in the first.
-struct Newcomers {
+struct JoiningRanks {
   int64_t ranks;
 
   static size_t weight() {
@@ -497,15 +497,15 @@ int64_t ranks_without(const Mesh& mesh, const Mesh& other) {
 
 } // namespace
 
-struct Boxes::All {
+struct Boxes::LazyList {
   std::once_flag once;
   std::vector<Box> boxes;
 };
 
-Boxes::Boxes(Dims dims, std::vector<uint32_t> picked)
-    : dims_(std::move(dims)), picked_(std::move(picked)), all_(std::make_shared<All>()) {}
+Boxes::Boxes(RunsByDim dims, std::vector<uint32_t> picked)
+    : dims_(std::move(dims)), picked_(std::move(picked)), all_(std::make_shared<LazyList>()) {}
 
-int64_t Boxes::Dim::length(size_t piece) const {
+int64_t Boxes::DimRuns::length(size_t piece) const {
   if (C10_LIKELY(ends.empty())) {
     return runs[piece].length;
   }
@@ -568,7 +568,7 @@ Traffic traffic_of_transfer(const Layout& from, const Layout& to, IntArrayRef si
 namespace {
 
 // Replaces the messages by lists of peers and counts. For a rank that only sends or only receives, the other count is 0.
-void list_peers(Exchanged& x) {
+void list_peers(RankTransfer& x) {
   auto& t = x.part;
   const auto most = t.sent.size() + t.received.size();
   x.ranks.reserve(most);
@@ -586,20 +586,21 @@ void list_peers(Exchanged& x) {
 
 } // namespace
 
-std::shared_ptr<const Exchanged> kept_transfer(const Layout& from, const Layout& to, IntArrayRef sizes) {
-  return kept<Exchanged>(from, to, Found::Transfer, sizes, [&] {
-    Exchanged x{transfer_of(from, to, sizes, to.mesh().rank())};
+std::shared_ptr<const RankTransfer> cached_transfer(const Layout& from, const Layout& to, IntArrayRef sizes) {
+  return cached<RankTransfer>(from, to, CachedKind::Transfer, sizes, [&] {
+    RankTransfer x{transfer_of(from, to, sizes, to.mesh().rank())};
     list_peers(x);
-    const auto newcomers =
-        kept<Newcomers>(from, to, Found::Newcomers, {}, [&] { return Newcomers{ranks_without(to.mesh(), from.mesh())}; })->ranks;
+    const auto newcomers = cached<JoiningRanks>(from, to, CachedKind::Newcomers, {}, [&] {
+                             return JoiningRanks{ranks_without(to.mesh(), from.mesh())};
+                           })->ranks;
     x.callers = from.mesh().size() + newcomers;
     x.all_held = newcomers == 0 && !from.is_sharded();
     return x;
   });
 }
 
-Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
-  const auto x = kept_transfer(from, to, sizes);
+PendingPiece transfer(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
+  const auto x = cached_transfer(from, to, sizes);
   const auto& t = x->part;
   auto boxes = messages(local, x->ranks, x->sent, x->received, to.mesh(), x->callers);
   pack(boxes, local, t.packed.all());
@@ -614,7 +615,7 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
     move.wait();
   }
   auto result = at::empty(to.local_sizes(sizes), local.options());
-  if (!to.mesh().has_me()) {
+  if (!to.mesh().has_this_rank()) {
     result.zero_(); // a number, of which nothing arrives
   }
   if (!t.kept_to.empty()) {

@@ -18,7 +18,7 @@ namespace shardtensor {
 class Boxes {
  public:
   // The indices of one dim that each of the other pieces shares.
-  struct Dim {
+  struct DimRuns {
     std::vector<Interval> runs;
     std::vector<size_t> ends; // in `runs`, of each piece's; empty: one run each
 
@@ -34,11 +34,11 @@ class Boxes {
     }
     int64_t length(size_t piece) const;
   };
-  using Dims = c10::SmallVector<Dim, 4>;
+  using RunsByDim = c10::SmallVector<DimRuns, 4>;
 
   Boxes() = default;
   // `picked`: which of the products of the dims' pieces, the last dim the fastest.
-  Boxes(Dims dims, std::vector<uint32_t> picked);
+  Boxes(RunsByDim dims, std::vector<uint32_t> picked);
 
   bool empty() const {
     return picked_.empty();
@@ -51,10 +51,10 @@ class Boxes {
   const std::vector<Box>& all() const;
 
  private:
-  struct All;
-  Dims dims_;
+  struct LazyList;
+  RunsByDim dims_;
   std::vector<uint32_t> picked_;
-  std::shared_ptr<All> all_;
+  std::shared_ptr<LazyList> all_;
 };
 
 struct Transfer {
@@ -84,8 +84,8 @@ Traffic traffic_of_transfer(const Layout& from, const Layout& to, c10::ArrayRef<
 // The number of indices that are in both.
 int64_t common_length(const Intervals& a, const Intervals& b);
 
-// This rank's part, by peer, found once for each pair of layouts and size (kept.h).
-struct Exchanged {
+// This rank's part, by peer, found once for each pair of layouts and size (plan_cache.h).
+struct RankTransfer {
   Transfer part;
   std::vector<int64_t> ranks, sent, received; // by peer: elements
   int64_t callers = 0;                        // the ranks that make the call
@@ -95,16 +95,16 @@ struct Exchanged {
     return part.packed.weight() + part.unpacked.weight() + part.kept_from.size() + ranks.size() / 4;
   }
 };
-std::shared_ptr<const Exchanged> kept_transfer(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
+std::shared_ptr<const RankTransfer> cached_transfer(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
 
 // This rank's piece. If `rest` is set, the piece has its sizes and memory, and its data after rest.wait().
-struct Moving {
+struct PendingPiece {
   at::Tensor local;
   comm::InFlight rest = {};
 };
 
 // `local`: this rank's piece under `from`; ignored if the mesh does not hold this rank. Every rank of either mesh calls it.
 // `later`: only starts the messages.
-Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, bool later);
+PendingPiece transfer(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, bool later);
 
 } // namespace shardtensor

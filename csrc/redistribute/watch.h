@@ -13,13 +13,13 @@
 namespace shardtensor {
 
 // Why a tensor moves: an op needs its argument in another layout.
-struct Cause {
+struct MoveCause {
   std::string_view op, argument;
   const char* why;
 };
 
 struct ImplicitMove {
-  const Cause& cause;
+  const MoveCause& cause;
   const Layout& from;
   const Layout& to;
   SymSizes sizes; // reading them adds no guard to a graph
@@ -40,7 +40,7 @@ inline Observer<void(const HaloRead&)> on_halo;
 inline Observer<void(const std::string& op, const char* why, const std::string& layouts)> on_gather;
 
 // `sizes`: of the whole tensor whose layout will change; `item`: bytes of an element.
-inline void tell_watcher(const Cause& cause, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item) {
+inline void tell_watcher(const MoveCause& cause, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item) {
   if (on_move) {
     on_move({cause, from, to, sizes.vec(), static_cast<int64_t>(item)});
   }

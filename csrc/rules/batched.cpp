@@ -1,6 +1,6 @@
 #include "rules/batched.h"
 
-#include "rules/pieces.h"
+#include "rules/kernel_utils.h"
 
 #include <array>
 #include <cstring>

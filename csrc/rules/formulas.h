@@ -1,5 +1,5 @@
-// The autograd formulas of ops whose gradients are not torch's. An entry names its op's formula (Options::autograd); autograd/
-// defines it, in the file that stands above it here.
+// The autograd formulas of ops whose gradients are not torch's. An entry names its op's formula (Options::autograd). The comment
+// above a group of formulas names the file in autograd/ that defines them.
 #pragma once
 
 namespace torch {
@@ -27,11 +27,11 @@ extern const Formula einsum;
 extern const Formula add_, detach, has_same_storage, new_empty_strided, with_zeros;
 // on_pieces.cpp
 extern const Formula on_pieces;
-// second.cpp
+// double_backward.cpp
 extern const Formula convolution_backward, through_windows;
-// selections.cpp
+// product_backward.cpp
 extern const Formula cummaxmin_backward, cumprod_backward, cumsum, prod, prod_dim, value_selecting_reduction_backward;
-// shifts.cpp
+// circular_pad_roll.cpp
 extern const Formula flip, pad_circular, repeat, roll;
 // spectral.cpp
 extern const Formula fft_r2c, istft, stft;

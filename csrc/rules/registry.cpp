@@ -46,7 +46,7 @@ const Registry& registry() {
     register_convolution(*r);
     register_copies(*r);
     register_embedding(*r);
-    register_grids(*r);
+    register_im2col_distance(*r);
     register_indexing(*r);
     register_joins(*r);
     register_linalg(*r);
@@ -64,9 +64,9 @@ const Registry& registry() {
     register_scans(*r);
     register_softmax(*r);
     register_spectral(*r);
-    register_turns(*r);
+    register_flip_roll_repeat(*r);
     register_view_order(*r);
-    register_view_parts(*r);
+    register_slice_select_split(*r);
     register_view_reshape(*r);
     register_view_strided(*r);
     register_lists(*r); // last, because it looks up rules of the other files

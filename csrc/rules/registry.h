@@ -12,7 +12,7 @@
 namespace shardtensor::rules {
 
 // Kinds of numbers.
-enum Numbers : uint8_t {
+enum DtypeSet : uint8_t {
   kBools = 1,
   kIntegers = 2,
   kWideReals = 4, // float32, float64
@@ -36,13 +36,13 @@ enum class Way : uint8_t {
 constexpr RuleFn kAsOtherOps = nullptr;
 
 // Runs an op as other ops, on the global tensors, below autograd. Undefined: the op returns nothing. None: not this call.
-using Calls = std::optional<at::Tensor> (*)(c10::ArrayRef<c10::IValue> arguments);
+using CallsFn = std::optional<at::Tensor> (*)(c10::ArrayRef<c10::IValue> arguments);
 
 struct Options {
   Way way = Way::Rule;
   const char* why = nullptr;
   // Of an op with a rule: for calls where several ops send less. None for all others, which run by the rule.
-  Calls calls = nullptr;
+  CallsFn calls = nullptr;
   // The op's kernel at the autograd key, but for out= forms. Without one, torch's formula is used. If torch would decompose the
   // op, its rule is used only if it has a formula, this or torch's.
   Formula autograd = nullptr;
@@ -121,7 +121,7 @@ void register_attention(Registry&);
 void register_convolution(Registry&);
 void register_copies(Registry&);
 void register_embedding(Registry&);
-void register_grids(Registry&);
+void register_im2col_distance(Registry&);
 void register_indexing(Registry&);
 void register_joins(Registry&);
 void register_linalg(Registry&);
@@ -140,9 +140,9 @@ void register_sampling(Registry&);
 void register_scans(Registry&);
 void register_softmax(Registry&);
 void register_spectral(Registry&);
-void register_turns(Registry&);
+void register_flip_roll_repeat(Registry&);
 void register_view_order(Registry&);
-void register_view_parts(Registry&);
+void register_slice_select_split(Registry&);
 void register_view_reshape(Registry&);
 void register_view_strided(Registry&);
 

@@ -1,6 +1,6 @@
 #include "rules/rule.h"
 
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "tensor/shard_tensor.h"
 #include "tensor/symbolic.h"
 
@@ -12,18 +12,18 @@
 
 namespace shardtensor::rules {
 
-size_t Run::base() const {
+size_t KernelRun::base() const {
   return stack.size() - op.schema().arguments().size();
 }
 
-void Run::returns(std::vector<c10::IValue> results) const {
+void KernelRun::returns(std::vector<c10::IValue> results) const {
   stack.erase(stack.begin() + static_cast<int64_t>(base()), stack.end());
   for (auto& r : results) {
     stack.push_back(std::move(r));
   }
 }
 
-void Run::call_op() const {
+void KernelRun::call_op() const {
   op.callBoxed(&stack);
 }
 
@@ -81,16 +81,16 @@ c10::SymInt TensorArg::sym_offset() const {
   return tensor_->sym_storage_offset();
 }
 
-std::optional<Order> channels_last_order(const TensorArg& t) {
+std::optional<DimOrder> channels_last_order(const TensorArg& t) {
   if (t.dim() != 4 && t.dim() != 5) {
     return std::nullopt;
   }
   const auto sizes = t.sym_sizes(), strides = t.sym_strides();
   if (c10::is_channels_last_strides_2d(c10::SymIntArrayRef(sizes), c10::SymIntArrayRef(strides))) {
-    return Order({0, 2, 3, 1});
+    return DimOrder({0, 2, 3, 1});
   }
   if (c10::is_channels_last_strides_3d(c10::SymIntArrayRef(sizes), c10::SymIntArrayRef(strides))) {
-    return Order({0, 2, 3, 4, 1});
+    return DimOrder({0, 2, 3, 4, 1});
   }
   return std::nullopt;
 }

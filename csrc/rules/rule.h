@@ -7,7 +7,7 @@
 
 #include "layout/reach.h"
 #include "layout/symbolic.h"
-#include "tensor/order.h"
+#include "tensor/dim_order.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/function_schema.h>
@@ -85,17 +85,17 @@ struct Dim {
   std::optional<SymWindow> window;
   // The dim lies only on the ranks that hold this index of each of these factors, and is empty on others: a row of a cut dim
   // stays at its owner. The dim's own factor may cut it as well. If it has none, `inner` is its size.
-  struct At {
+  struct FixedIndex {
     int64_t factor;
     c10::SymInt index;
   };
-  c10::SmallVector<At, 1> at;
+  c10::SmallVector<FixedIndex, 1> at;
 
   Dim() = default;
   Dim(int64_t f, c10::SymInt inner_size = 1) : factor(static_cast<int16_t>(f)), inner(std::move(inner_size)) {} // NOLINT
 
   bool lies_along(int64_t f) const {
-    return factor == f || std::any_of(at.begin(), at.end(), [&](const At& a) { return a.factor == f; });
+    return factor == f || std::any_of(at.begin(), at.end(), [&](const FixedIndex& a) { return a.factor == f; });
   }
 };
 using Dims = c10::SmallVector<Dim, 5>;
@@ -148,7 +148,7 @@ struct Result {
   // The global strides, if the call gives them (new_empty_strided). Empty: dense.
   SymSizes strides;
   // The order of its dims in memory, if torch's meta kernel gives a wrong one.
-  std::optional<Order> order;
+  std::optional<DimOrder> order;
   // For a view. Without it, the op runs on a meta tensor to find the strides.
   std::optional<Geometry> geometry;
   // Bit f: the result does not depend on factor f, so every rank computes the same even if f is sharded.
@@ -165,7 +165,7 @@ constexpr uint32_t bit(ReduceOp op) {
 
 // The op is linear in these operands together, with the others fixed: if all of them hold summands, every result does. add: one
 // group of both. mul: two groups of one.
-struct Linear {
+struct LinearGroup {
   OperandSet operands;
   // It commutes with every reduction (copies, views), not only with sum and avg.
   bool any_reduction = false;
@@ -187,8 +187,8 @@ struct Linear {
 struct Solution;
 
 // A kernel's view of its call. The kernel replaces the arguments on the stack (local tensors) by the results (local tensors).
-struct Run {
-  struct At {
+struct KernelRun {
+  struct OperandInfo {
     const Layout* layout;        // after redistribution
     c10::SymIntArrayRef symbols; // global sizes
 
@@ -205,7 +205,7 @@ struct Run {
   };
   const c10::OperatorHandle& op;
   std::vector<c10::IValue>& stack;
-  c10::ArrayRef<At> operands; // tensors in the order of the arguments, lists flattened, None left out
+  c10::ArrayRef<OperandInfo> operands; // tensors in the order of the arguments, lists flattened, None left out
   const Solution& solution;
 
   const Mesh& mesh() const {
@@ -222,12 +222,12 @@ struct Run {
   // Runs the op itself on what is on the stack.
   void call_op() const;
 };
-using Kernel = void (*)(Run&);
+using Kernel = void (*)(KernelRun&);
 
 // Writes `view` into `piece`. `view` is whole along the mesh dims that cut its base.
-using PutBack = void (*)(const Solution&, const Run::At& base, const at::Tensor& piece, const at::Tensor& view);
+using PutBackFn = void (*)(const Solution&, const KernelRun::OperandInfo& base, const at::Tensor& piece, const at::Tensor& view);
 
-using OfPiece = bool (*)(const at::Tensor& piece);
+using PiecePredicate = bool (*)(const at::Tensor& piece);
 // Symbolic sizes are never 0.
 inline bool is_empty(const at::Tensor& piece) {
   const auto numel = piece.sym_numel().maybe_as_int();
@@ -241,7 +241,7 @@ struct Rule {
   c10::SmallVector<Factor, 6> factors;
   c10::SmallVector<Operand, 4> operands;
   c10::SmallVector<Result, 2> results;
-  c10::SmallVector<Linear, 2> linear;
+  c10::SmallVector<LinearGroup, 2> linear;
   // The argument that lists the sizes of the first result (view, expand, new_zeros). The local op gets the local sizes.
   int16_t sizes_arg = kNone;
   std::vector<Reach> reaches;
@@ -250,13 +250,13 @@ struct Rule {
   bool always_kernel = false;
   // The kernel runs only on ranks where this holds for a local tensor; on other ranks the op runs. The kernel must not
   // communicate.
-  OfPiece kernel_if = nullptr;
+  PiecePredicate kernel_if = nullptr;
   // For a view whose kernel copies: brings writes to the copy back into the base.
-  PutBack put_back = nullptr;
+  PutBackFn put_back = nullptr;
   // Factors to shard evenly, if an operand is sharded along a whole factor: an exchange of pieces costs less than a gather.
   c10::SmallVector<int64_t, 1> spread;
-  // Facts that the rule passes to its kernel, in a struct of the kernel's own; see noted().
-  std::any notes;
+  // Facts that the rule passes to its kernel, in a struct of the kernel's own; see kernel_data().
+  std::any kernel_data;
 
   int64_t factor(Factor f = {}) {
     factors.push_back(f);
@@ -301,8 +301,8 @@ struct Rule {
 
 // The rule's notes, to add to them.
 template <typename T>
-T& noted(Rule& rule) {
-  auto* found = std::any_cast<T>(&rule.notes);
+T& kernel_data(Rule& rule) {
+  auto* found = std::any_cast<T>(&rule.kernel_data);
   TORCH_INTERNAL_ASSERT(found, "the rule's data for its kernel has another type");
   return *found;
 }
@@ -333,7 +333,7 @@ class Reads {
 
 // What a rule may know of a number without needing a solution for each value: bits. Also of a tensor that stands for a number
 // of the script.
-enum Number : uint32_t { kInfinite = 1, kZero = 2 };
+enum NumberKind : uint32_t { kInfinite = 1, kZero = 2 };
 uint32_t kind_of_number(const c10::Scalar& number);
 uint32_t kind_of_number(const at::Tensor& t);
 uint32_t kind_of_number(const c10::IValue& argument); // or of all numbers in a list together
@@ -491,7 +491,7 @@ Rule broadcast(const Call& call);
 Rule broadcast(const Call& call, size_t operands); // the first ones
 
 // The order of its dims, if it is channels_last or channels_last_3d.
-std::optional<Order> channels_last_order(const TensorArg& t);
+std::optional<DimOrder> channels_last_order(const TensorArg& t);
 
 // Every operand and result whole.
 Rule replicate(const Call& call);

@@ -2,7 +2,7 @@
 
 namespace shardtensor::rules {
 
-uint64_t Run::mesh_dims(int64_t factor) const {
+uint64_t KernelRun::mesh_dims(int64_t factor) const {
   return solution.factor_mesh_dims[factor];
 }
 

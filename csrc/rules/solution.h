@@ -2,9 +2,9 @@
 // that a kernel needs.
 #pragma once
 
-#include "comm/values.h"
-#include "redistribute/fetch.h"
-#include "redistribute/identity.h"
+#include "comm/tensor_kind.h"
+#include "redistribute/halo_exchange.h"
+#include "redistribute/neutral_value.h"
 #include "rules/rule.h"
 
 namespace shardtensor::rules {
@@ -17,7 +17,7 @@ struct Solution final : c10::intrusive_ptr_target {
   // Operands that are read with halos: the boxes that ranks read, given the layout in `operands` (never null for them).
   struct Halo {
     size_t operand;
-    Fetch fetch;
+    HaloExchange fetch;
     ReduceOp padding; // of its cells beyond the edges: Operand::padding
     bool awaited;     // Operand::awaited
     LayoutPtr recut;  // the layout to which the pieces are recut in the same messages; null if they stay
@@ -28,7 +28,7 @@ struct Solution final : c10::intrusive_ptr_target {
     }
     // The piece with its halo. Every rank of the mesh calls it.
     at::Tensor joined(const at::Tensor& piece, c10::IntArrayRef strides) const {
-      return fetch(piece, strides, identity(padding, piece.scalar_type()));
+      return fetch(piece, strides, neutral_value(padding, piece.scalar_type()));
     }
   };
   std::vector<Halo> halos;
@@ -47,34 +47,34 @@ struct Solution final : c10::intrusive_ptr_target {
     int16_t dim = 0;
     c10::SymInt value = 0;
   };
-  struct Result {
+  struct ResultSpec {
     LayoutPtr layout;
     c10::SmallVector<SizeSource, 5> sizes; // empty: all from the local result
     SymSizes strides;                      // empty: dense, in this order
-    std::optional<Order> order;            // none if torch was not asked: then the order of operand `like`
+    std::optional<DimOrder> order;         // none if torch was not asked: then the order of operand `like`
     int64_t like = -1;                     // -1: contiguous
     std::optional<Geometry> geometry;
   };
-  c10::SmallVector<Result, 2> results;
+  c10::SmallVector<ResultSpec, 2> results;
   // The layout of results that the rule does not list: whole tensors.
   LayoutPtr replicated;
 
   // A pair of dims that share an index. Their sizes (in units of `inner`) must match; if they do not, a rank with small pieces
   // might not notice.
-  struct Indexed {
+  struct MatchedDim {
     int32_t operand;
     int16_t dim;
     c10::SymInt inner;
   };
-  c10::SmallVector<std::pair<Indexed, Indexed>, 2> alike;
+  c10::SmallVector<std::pair<MatchedDim, MatchedDim>, 2> must_match;
 
   c10::SmallVector<uint64_t, 6> factor_mesh_dims;
   int16_t sizes_arg = kNone; // Rule::sizes_arg
   Kernel kernel = nullptr;
-  OfPiece kernel_if = nullptr; // the kernel runs only if this holds for a local tensor
-  PutBack put_back = nullptr;  // set if the kernel of a view copies
-  std::any notes;              // Rule::notes
-  bool geometry = false;       // every result has one
+  PiecePredicate kernel_if = nullptr; // the kernel runs only if this holds for a local tensor
+  PutBackFn put_back = nullptr;       // set if the kernel of a view copies
+  std::any kernel_data;               // Rule::notes
+  bool geometry = false;              // every result has one
   // What the rule has read of the call, as the bits of Reads.
   uint64_t reads = 0;
   // The choice compared bytes or read sizes, so it holds for these sizes only.
@@ -84,8 +84,8 @@ using SolutionPtr = c10::intrusive_ptr<const Solution>;
 
 // The rule's notes for its kernel.
 template <typename T>
-const T& noted(const Solution& solution) {
-  const auto* found = std::any_cast<T>(&solution.notes);
+const T& kernel_data(const Solution& solution) {
+  const auto* found = std::any_cast<T>(&solution.kernel_data);
   TORCH_INTERNAL_ASSERT(found, "the rule's data for its kernel has another type than the kernel reads");
   return *found;
 }

@@ -1,8 +1,8 @@
 #include "rules/windows.h"
 
-#include "comm/values.h"
-#include "rules/empties.h"
-#include "rules/pieces.h"
+#include "comm/tensor_kind.h"
+#include "rules/kernel_utils.h"
+#include "rules/pad_empty.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -75,7 +75,7 @@ bool makes_nothing(c10::SymIntArrayRef sizes) {
   return std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& n) { return n == 0; });
 }
 
-Share share_of(const Run& run, const Windows& windows, int64_t i) {
+WindowShare share_of(const KernelRun& run, const Windows& windows, int64_t i) {
   const auto d = windows.lead + i;
   const auto* halo = run.solution.halo(0);
   const auto* mine = halo ? cut_run(run, d + windows.more_factors) : nullptr;
@@ -87,13 +87,13 @@ Share share_of(const Run& run, const Windows& windows, int64_t i) {
   return {false, windows.reversed ? cells : all, {0, windows.reversed ? all : cells, 0}};
 }
 
-void Refit::along(int64_t dim, const Interval& has, const Interval& wants) {
+void CropOrPad::along(int64_t dim, const Interval& has, const Interval& wants) {
   if (!(has == wants)) {
     sides_.push_back({dim, has.start - wants.start, wants.start + wants.length - has.start - has.length, wants.length});
   }
 }
 
-at::Tensor Refit::operator()(const at::Tensor& t) const {
+at::Tensor CropOrPad::operator()(const at::Tensor& t) const {
   if (sides_.empty()) {
     return t;
   }
@@ -112,8 +112,8 @@ at::Tensor Refit::operator()(const at::Tensor& t) const {
 
 namespace {
 
-// The share of a rank that has none: that of the first window.
-Share share_of_one(const Windows& windows, int64_t i) {
+// For a rank without a share: the share of the first window.
+WindowShare share_of_one(const Windows& windows, int64_t i) {
   const auto held = read(windows.space[i].reach, {0, 1}, windows.space[i].size);
   const Interval first{0, 1};
   if (!windows.reversed) {
@@ -124,7 +124,7 @@ Share share_of_one(const Windows& windows, int64_t i) {
 
 // Zeros in place of an operand. `length`: along the dims of space that are cut.
 at::Tensor zeros_for_one(
-    const Run& run, const Windows& windows, size_t operand, c10::function_ref<int64_t(const Share&)> length) {
+    const KernelRun& run, const Windows& windows, size_t operand, c10::function_ref<int64_t(const WindowShare&)> length) {
   const auto t = run.arg(operand).toTensor(); // the first arguments are the first operands
   const auto whole = run.operands[operand].symbols;
   auto sizes = t.sym_sizes().vec();
@@ -141,15 +141,19 @@ at::Tensor zeros_for_one(
 
 } // namespace
 
-bool run_windowed(Run& run, const Windows& windows, c10::function_ref<Native(int64_t i, const Share& share)> each, Kernel call) {
+bool run_windowed(
+    KernelRun& run,
+    const Windows& windows,
+    c10::function_ref<NativeIntervals(int64_t i, const WindowShare& share)> each,
+    Kernel call) {
   const bool works = !is_empty(run.arg(0).toTensor()) && !makes_nothing(sizes_of_piece(run));
   if (!works) {
-    run.arg(0) = zeros_for_one(run, windows, 0, [](const Share& s) { return s.reads.length(); });
+    run.arg(0) = zeros_for_one(run, windows, 0, [](const WindowShare& s) { return s.reads.length(); });
     if (windows.backward && run.arg(1).isTensor()) {
-      run.arg(1) = zeros_for_one(run, windows, 1, [](const Share& s) { return s.makes.length; });
+      run.arg(1) = zeros_for_one(run, windows, 1, [](const WindowShare& s) { return s.makes.length; });
     }
   }
-  Refit given, made;
+  CropOrPad given, made;
   for (int64_t i = 0; i < windows.ndim(); ++i) {
     auto share = share_of(run, windows, i);
     if (share.cut) {
@@ -175,7 +179,7 @@ bool run_windowed(Run& run, const Windows& windows, c10::function_ref<Native(int
   return false;
 }
 
-void set_along(const Run& run, const Windows& windows, const char* name, int64_t i, int64_t value) {
+void set_along(const KernelRun& run, const Windows& windows, const char* name, int64_t i, int64_t value) {
   const auto at = argument(run, name);
   if (at < 0) {
     return;
@@ -188,7 +192,7 @@ void set_along(const Run& run, const Windows& windows, const char* name, int64_t
   run.arg(at) = std::move(list);
 }
 
-SymSizes sizes_of_piece(const Run& run, size_t nth) {
+SymSizes sizes_of_piece(const KernelRun& run, size_t nth) {
   SymSizes sizes;
   for (const auto& from : run.solution.results[nth].sizes) {
     sizes.push_back(from.value);
@@ -196,7 +200,7 @@ SymSizes sizes_of_piece(const Run& run, size_t nth) {
   return sym_local_sizes(*run.solution.results[nth].layout, sizes);
 }
 
-std::vector<c10::IValue> results_of_op(const Run& run) {
+std::vector<c10::IValue> results_of_op(const KernelRun& run) {
   std::vector<c10::IValue> stack(run.stack.begin() + static_cast<int64_t>(run.base()), run.stack.end());
   run.op.callBoxed(&stack);
   return stack;

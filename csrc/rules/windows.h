@@ -1,6 +1,6 @@
-// What windowed ops share: convolutions, pooling, resampling, padding. Where space is cut, operand 0 comes with a halo, and at
-// the edges of the whole with cells of padding. run_windowed() runs torch's op on that; a family says what its arguments are
-// then.
+// Shared by windowed ops: convolutions, pooling, resampling, padding. If space is cut, operand 0 comes with a halo, and with
+// cells of padding at the edges of the whole. run_windowed() runs torch's op on that; each family of ops supplies the arguments
+// for that call.
 #pragma once
 
 #include "rules/solution.h"
@@ -12,7 +12,7 @@
 
 namespace shardtensor::rules {
 
-// How many dims of space an op's name says: 2 of avg_pool2d_backward. 0: it says nothing.
+// The number of dims of space in an op's name: 2 for avg_pool2d_backward. 0 if the name has none.
 int64_t space_of(const c10::FunctionSchema& schema);
 
 // Whether a tensor with the same number of dims as the first one is cut along its last `space` dims.
@@ -29,7 +29,7 @@ void read_through(Rule& rule, int64_t d, int64_t count, const Reach& reach);
 bool makes_nothing(c10::SymIntArrayRef sizes);
 
 // A kernel's taps along one dim.
-struct Taps {
+struct WindowSpec {
   int64_t count, stride, padding, dilation, output_padding = 0;
 
   int64_t span() const {
@@ -43,7 +43,7 @@ struct Taps {
   Interval cells(const Interval& results) const {
     return {results.start * stride - padding, results.length > 0 ? (results.length - 1) * stride + span() : 0};
   }
-  // What a result reads.
+  // The run of indices that a result reads.
   Reach reach(bool transposed = false) const {
     const Reach r{stride, 1, -padding, span() - 1 - padding};
     return transposed ? mirror(r, -1) : r;
@@ -62,18 +62,18 @@ struct Taps {
   }
 };
 
-// Noted by rules of ops that read the last dims of operand 0 through windows, where these are cut.
+// Rules of ops that read the last dims of operand 0 through windows pass this to their kernels if those dims are cut.
 struct Windows {
   // One dim of space.
-  struct Along {
-    int64_t size;   // of the dim that the windows lie in
-    int64_t count;  // of windows
-    Reach reach;    // what each window holds
-    Taps taps = {}; // if the op has a kernel
+  struct WindowedDim {
+    int64_t size;         // of the dim that the windows lie in
+    int64_t count;        // of windows
+    Reach reach;          // what each window holds
+    WindowSpec taps = {}; // if the op has a kernel
   };
   int64_t lead = 0; // dims before space
-  std::vector<Along> space = {};
-  // Operand 0 has an index for each window, and the result has what the windows hold: gradients, transposed convolutions.
+  std::vector<WindowedDim> space = {};
+  // Operand 0 has one index per window, and the result has the indices inside the windows: gradients, transposed convolutions.
   bool reversed = false;
   // Argument 1, if it is a tensor, is the forward op's input. It is cut as the result is.
   bool backward = false;
@@ -88,59 +88,62 @@ struct Windows {
 void read_through(Rule& rule, const Windows& windows, SymSizes sizes);
 
 // This rank's indices of a factor that has a halo, or null.
-inline const Interval* cut_run(const Run& run, int64_t factor) {
+inline const Interval* cut_run(const KernelRun& run, int64_t factor) {
   const auto& runs = run.solution.runs;
   return factor < static_cast<int64_t>(runs.size()) && runs[factor] ? &*runs[factor] : nullptr;
 }
 
-// What this rank does along one dim of space: all of it, if the dim is not cut.
-struct Share {
+// This rank's share of the work along one dim of space: all of it, if the dim is not cut.
+struct WindowShare {
   bool cut;
-  Interval makes; // indices of the result
-  Stretch reads;  // what it has of operand 0
+  Interval makes;       // indices of the result
+  PaddedInterval reads; // its indices of operand 0, with padding
 
   Interval read() const { // its cells
     return {reads.start(), reads.length()};
   }
 };
-Share share_of(const Run& run, const Windows& windows, int64_t i);
+WindowShare share_of(const KernelRun& run, const Windows& windows, int64_t i);
 
-// Brings tensors from the cells that they have to others: crops them, and adds zeros.
-class Refit {
+// Crops a tensor or pads it with zeros, from the cells that it has to the cells that are wanted.
+class CropOrPad {
  public:
   void along(int64_t dim, const Interval& has, const Interval& wants);
   at::Tensor operator()(const at::Tensor& t) const;
 
  private:
   struct Sides {
-    int64_t dim, before, after, length; // negative: what is cropped
+    int64_t dim, before, after, length; // before, after: added; negative: cropped
   };
   std::vector<Sides> sides_;
 };
 
 // The cells of operand 0 that torch's op gets along a cut dim, and the indices of the first result that it makes of them.
-struct Native {
+struct NativeIntervals {
   Interval given, made;
 };
 
-// Runs torch's op on this rank's piece with its halo. `each` gets the number of a cut dim of space, writes the op's arguments for
-// what this rank does there (set_along()), and says what the op then gets and makes: the rest is cropped, or zeros are added.
-// A rank that makes or reads nothing does one window's work on zeros, so that the op raises what it raises on other ranks. Its
-// results are zeros, and it returns false.
+// Runs torch's op on this rank's piece with its halo. For each cut dim of space, `each` gets the dim's number, writes the op's
+// arguments for this rank's share (set_along()), and returns the cells that the op then reads and makes: the rest is cropped, or
+// zeros are added. A rank that makes or reads nothing computes one window of zeros, so that the op raises the same errors as on
+// other ranks. Its results are zeros, and it returns false.
 // `call` runs in place of the op.
 bool run_windowed(
-    Run& run, const Windows& windows, c10::function_ref<Native(int64_t i, const Share& share)> each, Kernel call = nullptr);
+    KernelRun& run,
+    const Windows& windows,
+    c10::function_ref<NativeIntervals(int64_t i, const WindowShare& share)> each,
+    Kernel call = nullptr);
 
 // Writes integer i of an argument that lists one per dim of space, or one for all. Does nothing if the op has no such argument.
-void set_along(const Run& run, const Windows& windows, const char* name, int64_t i, int64_t value);
+void set_along(const KernelRun& run, const Windows& windows, const char* name, int64_t i, int64_t value);
 
 // This rank's sizes of a result all of whose global sizes the rule gives.
-SymSizes sizes_of_piece(const Run& run, size_t nth = 0);
+SymSizes sizes_of_piece(const KernelRun& run, size_t nth = 0);
 
 // The results of the op itself on its arguments, which stay on the stack.
-std::vector<c10::IValue> results_of_op(const Run& run);
+std::vector<c10::IValue> results_of_op(const KernelRun& run);
 
-// Whether messages may depend on values now: not in a graph (see later.h), and not for tensors on the meta device.
+// Whether messages may depend on values: not in a graph (see deferred_op.h), and not for tensors on the meta device.
 bool may_ask_values(const at::Tensor& piece);
 
 // Smallest piece, in bytes, for which a convolution overlaps computing with its halo (1 MiB; tests set less).

@@ -15,7 +15,7 @@ bool fits(const at::Tensor& t, const ShardTensorImpl& lead) {
   if (!impl) {
     return t.dim() == 0; // a step counter
   }
-  return lies_with(*impl, lead) && !impl->broken_view() && lie_alike(impl->local(), lead.local());
+  return lies_with(*impl, lead) && !impl->is_detached_view() && lie_alike(impl->local(), lead.local());
 }
 
 } // namespace
@@ -30,7 +30,7 @@ bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
 
 Tensors laid_out_like(const Tensors& parameters, const Tensors& gradients) {
   Tensors out = gradients;
-  std::vector<Request> requests;
+  std::vector<MoveRequest> requests;
   std::vector<size_t> index;
   for (size_t n = 0; n < std::min(parameters.size(), gradients.size()); ++n) {
     const auto* p = as_shard_tensor(parameters[n]);

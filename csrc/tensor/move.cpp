@@ -1,7 +1,7 @@
 #include "tensor/move.h"
 
-#include "comm/doing.h"
-#include "comm/values.h"
+#include "comm/error_context.h"
+#include "comm/tensor_kind.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
@@ -12,9 +12,9 @@ namespace shardtensor {
 
 namespace {
 
-// Runs what communicates. Errors name the op that is the cause.
+// Runs a function that communicates. Errors name the op that caused the move.
 template <typename F>
-decltype(auto) run_for(const std::optional<Cause>& cause, const F& run) {
+decltype(auto) run_for(const std::optional<MoveCause>& cause, const F& run) {
   if (!cause) {
     return run();
   }
@@ -23,25 +23,25 @@ decltype(auto) run_for(const std::optional<Cause>& cause, const F& run) {
   return run();
 }
 
-void tell(const Request& r, const Layout& from) {
+void tell(const MoveRequest& r, const Layout& from) {
   if (r.cause && &from != r.to.get()) {
     tell_watcher(*r.cause, from, *r.to, r.tensor.sym_sizes(), r.tensor.element_size());
   }
 }
 
-bool is_in_graph(const Request& r) {
+bool is_in_graph(const MoveRequest& r) {
   const auto* impl = as_shard_tensor(r.tensor);
   return is_symbolic(r.tensor) || (impl && impl->traced());
 }
 
 // Where a move starts.
-struct Start {
-  const ShardTensorImpl* impl = nullptr; // null if `Request::from` says where
+struct MoveStart {
+  const ShardTensorImpl* impl = nullptr; // null if `MoveRequest::from` says where
   bool adds_up = false;                  // summands are added up: then there may be a sum, or one is made
-  Placed at;
+  PieceInLayout at;
 };
 
-Start start_of(const Request& r) {
+MoveStart start_of(const MoveRequest& r) {
   if (r.from) {
     return {nullptr, false, *r.from};
   }
@@ -55,18 +55,19 @@ Start start_of(const Request& r) {
   return {&t, adds_up, {t.local(), t.layout_ptr()}};
 }
 
-// What the caller gets.
-at::Tensor given_out(const Request& r, const Start& start, at::Tensor piece) {
-  if (start.adds_up && r.use == For::Reading && start.at.layout == start.impl->layout_ptr()) {
+// The piece that the caller gets.
+at::Tensor given_out(const MoveRequest& r, const MoveStart& start, at::Tensor piece) {
+  if (start.adds_up && r.use == MovePurpose::Reading && start.at.layout == start.impl->layout_ptr()) {
     keep_sum(*start.impl, piece, r.to);
   }
-  const bool needs_own = (start.adds_up && r.use != For::Reading) || (r.use == For::Owning && start.at.layout != r.to);
+  const bool needs_own =
+      (start.adds_up && r.use != MovePurpose::Reading) || (r.use == MovePurpose::Owning && start.at.layout != r.to);
   return needs_own && piece.is_alias_of(start.at.local) ? piece.clone() : piece;
 }
 
 } // namespace
 
-at::Tensor moved_piece(const Request& r, comm::InFlight* rest) {
+at::Tensor moved_piece(const MoveRequest& r, comm::InFlight* rest) {
   const auto start = start_of(r);
   const auto& local = start.at.local;
   const auto& layout = start.at.layout;
@@ -95,7 +96,7 @@ at::Tensor moved_piece(const Request& r, comm::InFlight* rest) {
   return given_out(r, start, std::move(piece));
 }
 
-std::vector<at::Tensor> moved_pieces(const std::vector<Request>& requests, std::vector<comm::InFlight>* rests) {
+std::vector<at::Tensor> moved_pieces(const std::vector<MoveRequest>& requests, std::vector<comm::InFlight>* rests) {
   std::vector<at::Tensor> out(requests.size());
   if (rests) {
     rests->resize(requests.size());
@@ -104,8 +105,8 @@ std::vector<at::Tensor> moved_pieces(const std::vector<Request>& requests, std::
     out[0] = moved_piece(requests[0], rests ? rests->data() : nullptr);
     return out;
   }
-  std::vector<Moved> moves;
-  std::vector<Start> starts;
+  std::vector<PieceMove> moves;
+  std::vector<MoveStart> starts;
   std::vector<size_t> index;
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto& r = requests[i];
@@ -137,7 +138,7 @@ std::vector<at::Tensor> moved_pieces(const std::vector<Request>& requests, std::
   return out;
 }
 
-at::Tensor moved_piece(const Placed& from, const Layout& to, c10::SymIntArrayRef sizes, const Cause& cause) {
+at::Tensor moved_piece(const PieceInLayout& from, const Layout& to, c10::SymIntArrayRef sizes, const MoveCause& cause) {
   if (from.layout.get() == &to) {
     return from.local;
   }
@@ -149,7 +150,7 @@ at::Tensor moved_piece(const Placed& from, const Layout& to, c10::SymIntArrayRef
 
 at::Tensor with_piece(const at::Tensor& t, at::Tensor local, const LayoutPtr& layout) {
   const auto order = order_like(t, t.dim());
-  local = laid(std::move(local), order);
+  local = in_dim_order(std::move(local), order);
   return is_symbolic(t) ? wrap_symbolic(std::move(local), layout, t.sym_sizes(), dense_strides(t.sym_sizes(), order))
                         : wrap(std::move(local), layout, t.sizes(), dense_strides(t.sizes(), order));
 }
@@ -162,16 +163,16 @@ at::Tensor with_moved(const at::Tensor& t, at::Tensor local, const LayoutPtr& la
     return with_piece(t, std::move(local), layout);
   }
   const auto strides = dense_strides(t.sizes(), {});
-  auto out = wrap(rest ? std::move(local) : laid(std::move(local), Order()), layout, t.sizes(), strides);
+  auto out = wrap(rest ? std::move(local) : in_dim_order(std::move(local), DimOrder()), layout, t.sizes(), strides);
   if (rest) {
-    as_shard_tensor(out)->set_pending(c10::make_intrusive<Pending>(std::move(rest)));
+    as_shard_tensor(out)->set_pending(c10::make_intrusive<PendingWork>(std::move(rest)));
   }
   return out;
 }
 
 } // namespace
 
-at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const std::optional<Cause>& cause, bool async) {
+at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const std::optional<MoveCause>& cause, bool async) {
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   if (shard_tensor(t, "redistribute").layout_ptr() == to) {
     return t;
@@ -184,10 +185,10 @@ at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const std::optional<C
 std::vector<at::Tensor> moved(
     const std::vector<at::Tensor>& tensors,
     const std::vector<LayoutPtr>& layouts,
-    const std::optional<Cause>& cause,
+    const std::optional<MoveCause>& cause,
     bool async) {
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  std::vector<Request> requests;
+  std::vector<MoveRequest> requests;
   for (size_t i = 0; i < tensors.size(); ++i) {
     requests.push_back({tensors[i], layouts[i], cause});
   }

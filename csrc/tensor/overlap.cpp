@@ -15,7 +15,7 @@ namespace {
 
 // The same for a tensor and its views, even views that had to move data.
 const void* memory_of(const ShardTensorImpl& t) {
-  const Writes* writes = t.watches() ? t.copied()->base_writes.get() : t.known_writes();
+  const WriteCounter* writes = t.watches() ? t.detached_view()->base_writes.get() : t.known_writes();
   return writes ? static_cast<const void*>(writes) : t.storage().unsafeGetStorageImpl();
 }
 
@@ -61,7 +61,7 @@ bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
 
 } // namespace
 
-std::optional<std::pair<size_t, size_t>> first_overlap(c10::ArrayRef<Use> uses) {
+std::optional<std::pair<size_t, size_t>> first_overlap(c10::ArrayRef<TensorAccess> uses) {
   std::unordered_map<const void*, c10::SmallVector<size_t, 2>> written;
   for (size_t i = 0; i < uses.size(); ++i) {
     if (uses[i].written) {

@@ -9,7 +9,7 @@
 
 namespace shardtensor {
 
-struct Use {
+struct TensorAccess {
   const at::Tensor* tensor;
   const ShardTensorImpl* impl;
   bool written;
@@ -18,6 +18,6 @@ struct Use {
 
 // Positions of two uses that may share elements, the first of which writes. Exact for slices, rows and columns of a tensor
 // without gaps: these are boxes on a grid with one dim per stride.
-std::optional<std::pair<size_t, size_t>> first_overlap(c10::ArrayRef<Use> uses);
+std::optional<std::pair<size_t, size_t>> first_overlap(c10::ArrayRef<TensorAccess> uses);
 
 } // namespace shardtensor

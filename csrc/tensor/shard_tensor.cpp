@@ -3,8 +3,8 @@
 #include "tensor/shard_tensor.h"
 
 #include "comm/gil.h"
-#include "comm/values.h"
-#include "tensor/writes.h"
+#include "comm/tensor_kind.h"
+#include "tensor/write_counter.h"
 
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -74,15 +74,15 @@ c10::Storage null_storage(const at::Tensor& local, const c10::SymInt& numel) {
 }
 
 // The storage's counter, made at the first call.
-c10::intrusive_ptr<Writes> writes_to(c10::StorageImpl& storage) {
+c10::intrusive_ptr<WriteCounter> writes_to(c10::StorageImpl& storage) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
   if (auto* known = storage.data_ptr().get_context()) {
-    return c10::intrusive_ptr<Writes>::reclaim_copy(static_cast<Writes*>(known));
+    return c10::intrusive_ptr<WriteCounter>::reclaim_copy(static_cast<WriteCounter*>(known));
   }
-  auto writes = c10::make_intrusive<Writes>();
+  auto writes = c10::make_intrusive<WriteCounter>();
   auto held = writes;
-  const auto drop = [](void* w) { c10::intrusive_ptr<Writes>::reclaim(static_cast<Writes*>(w)); };
+  const auto drop = [](void* w) { c10::intrusive_ptr<WriteCounter>::reclaim(static_cast<WriteCounter*>(w)); };
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, held.release(), drop, storage.device()));
   return writes;
 }
@@ -145,9 +145,9 @@ ShardTensorImpl::ShardTensorImpl(
       traced_(traced),
       has_storage_(true) {}
 
-ShardTensorImpl::InGraph& ShardTensorImpl::in_graph() const {
+ShardTensorImpl::GraphState& ShardTensorImpl::in_graph() const {
   if (!in_graph_) {
-    in_graph_ = std::make_unique<InGraph>();
+    in_graph_ = std::make_unique<GraphState>();
   }
   return *in_graph_;
 }
@@ -200,12 +200,12 @@ const c10::Storage& ShardTensorImpl::storage() const {
   return storage_;
 }
 
-c10::intrusive_ptr<Writes> ShardTensorImpl::writes() const {
+c10::intrusive_ptr<WriteCounter> ShardTensorImpl::writes() const {
   return writes_to(*storage().unsafeGetStorageImpl());
 }
 
-Writes* ShardTensorImpl::known_writes() const {
-  return has_storage_ ? static_cast<Writes*>(storage_.unsafeGetStorageImpl()->data_ptr().get_context()) : nullptr;
+WriteCounter* ShardTensorImpl::known_writes() const {
+  return has_storage_ ? static_cast<WriteCounter*>(storage_.unsafeGetStorageImpl()->data_ptr().get_context()) : nullptr;
 }
 
 // Counts writes by ops to this tensor, its views and their bases, and to its piece, which to_local() shares.
@@ -241,7 +241,7 @@ at::Tensor ShardTensorImpl::moved_to(const Layout& layout) const {
 }
 
 void ShardTensorImpl::keep_moved(const LayoutPtr& layout, at::Tensor local) const {
-  const auto is_it = [&](const Moved& m) { return m.layout == layout; };
+  const auto is_it = [&](const GraphMove& m) { return m.layout == layout; };
   auto& moved = in_graph().moved;
   moved.erase(std::remove_if(moved.begin(), moved.end(), is_it), moved.end());
   moved.push_back({layout, std::move(local), writes_before()});
@@ -258,12 +258,12 @@ bool ShardTensorImpl::has(const GlobalForm& form) const {
          form.dtype == data_type_;
 }
 
-void* ShardTensorImpl::kept() const {
-  return kept_ && has(kept_->of) ? kept_->object.get() : nullptr;
+void* ShardTensorImpl::cached_spec() const {
+  return cached_spec_ && has(cached_spec_->of) ? cached_spec_->object.get() : nullptr;
 }
 
-void ShardTensorImpl::keep(std::shared_ptr<void> object) {
-  kept_ = std::make_unique<Kept>(Kept{std::move(object), form()});
+void ShardTensorImpl::cache_spec(std::shared_ptr<void> object) {
+  cached_spec_ = std::make_unique<CachedSpec>(CachedSpec{std::move(object), form()});
 }
 
 void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {
@@ -271,9 +271,9 @@ void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {
   has_storage_ = true;
 }
 
-bool Pending::wait(const at::Tensor& piece) {
+bool PendingWork::wait(const at::Tensor& piece) {
   // The peers may be threads of this process that need the GIL.
-  const comm::WithoutGil released;
+  const comm::NoGilGuard released;
   std::lock_guard<std::mutex> lock(mutex_);
   if (rest_) {
     try {
@@ -297,21 +297,21 @@ void ShardTensorImpl::set_local(at::Tensor local) {
   key_set_ = (key_set_ - kLazy) | (local_.key_set() & kLazy);
   keeps_sums_ = false;
   pending_.reset();
-  look_first_ = broken_view();
+  look_first_ = is_detached_view();
 }
 
-void ShardTensorImpl::set_pending(c10::intrusive_ptr<Pending> pending) {
+void ShardTensorImpl::set_pending(c10::intrusive_ptr<PendingWork> pending) {
   pending_ = std::move(pending);
-  look_first_ = copied_ || pending_;
+  look_first_ = detached_view_ || pending_;
 }
 
 void ShardTensorImpl::look(bool to_view) const {
   if (pending_ && !to_view) {
-    if (pending_->wait(local_) && !copied_) {
+    if (pending_->wait(local_) && !detached_view_) {
       look_first_.store(false, std::memory_order_release);
     }
   }
-  if (copied_) {
+  if (detached_view_) {
     check_not_old();
   }
 }
@@ -354,20 +354,20 @@ void ShardTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& im
 }
 
 void ShardTensorImpl::copy_origin(const ShardTensorImpl& other) {
-  copied_ = other.copied_;
+  detached_view_ = other.detached_view_;
   keeps_sums_ = other.keeps_sums_ && !makes_leafs_gradient();
   share_pending(other);
-  look_first_ = copied_ || pending_;
+  look_first_ = detached_view_ || pending_;
 }
 
-void ShardTensorImpl::set_copied(const ShardTensorImpl& base, bool watch) {
-  copied_ = c10::make_intrusive<Copied>();
-  if (base.copied_) {
-    copied_->base_writes = base.copied_->base_writes;
-    copied_->seen = base.copied_->seen.load();
+void ShardTensorImpl::set_detached_view(const ShardTensorImpl& base, bool watch) {
+  detached_view_ = c10::make_intrusive<DetachedView>();
+  if (base.detached_view_) {
+    detached_view_->base_writes = base.detached_view_->base_writes;
+    detached_view_->seen = base.detached_view_->seen.load();
   } else if (watch) {
-    copied_->base_writes = writes_to(*base.storage().unsafeGetStorageImpl());
-    copied_->seen = copied_->base_writes->count.load();
+    detached_view_->base_writes = writes_to(*base.storage().unsafeGetStorageImpl());
+    detached_view_->seen = detached_view_->base_writes->count.load();
   }
   look_first_ = true;
   shared_ = storage();
@@ -375,19 +375,20 @@ void ShardTensorImpl::set_copied(const ShardTensorImpl& base, bool watch) {
 
 void ShardTensorImpl::check_not_old() const {
   TORCH_CHECK(
-      !copied_->base_writes || copied_->base_writes->count == copied_->seen, "a ShardTensor (",
+      !detached_view_->base_writes || detached_view_->base_writes->count == detached_view_->seen, "a ShardTensor (",
       sizes_and_strides_.sizes_arrayref(), ", ", layout_->str(), ", rank ", layout_->mesh().rank(),
       ") that comes from a view which had to move data between ranks is read after its base tensor was written. It holds the "
       "old values: take the view again, clone() it before the write, or redistribute the base before the view.");
 }
 
 void ShardTensorImpl::count_write() {
-  if (copied_ && copied_->put_back) {
-    copied_->put_back();
+  if (detached_view_ && detached_view_->put_back) {
+    detached_view_->put_back();
   }
   if (watches()) { // autograd counts this as a write to the base, and other copies of the base are now out of date
-    copied_->seen = ++copied_->base_writes->count;
-    copied_->base_writes->forget_sums(); // on ranks with empty pieces a view may be a copy, and on others it has written the base
+    detached_view_->seen = ++detached_view_->base_writes->count;
+    detached_view_->base_writes
+        ->forget_sums(); // on ranks with empty pieces a view may be a copy, and on others it has written the base
   }
   if (auto* writes = known_writes()) {
     ++writes->count;

@@ -4,9 +4,9 @@
 #include "comm/in_flight.h"
 #include "layout/layout.h"
 
-#include "tensor/order.h"
+#include "tensor/dim_order.h"
 #include "tensor/symbolic.h"
-#include "tensor/writes.h"
+#include "tensor/write_counter.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -26,16 +26,16 @@ constexpr c10::DispatchKey kKey = c10::DispatchKey::PrivateUse2;
 constexpr c10::DispatchKey kAutogradKey = c10::DispatchKey::AutogradPrivateUse2;
 
 // The memory of a view that had to move data: a copy, shared by the views of that view.
-struct Copied final : c10::intrusive_ptr_target {
-  c10::intrusive_ptr<Writes> base_writes; // null: no user can see the base
-  std::atomic<uint32_t> seen{0};          // the count of base_writes that the copy is up to date with
-  std::function<void()> put_back;         // copies writes back into the base, on all ranks; empty: no write is allowed
+struct DetachedView final : c10::intrusive_ptr_target {
+  c10::intrusive_ptr<WriteCounter> base_writes; // null: no user can see the base
+  std::atomic<uint32_t> seen{0};                // the count of base_writes that the copy is up to date with
+  std::function<void()> put_back;               // copies writes back into the base, on all ranks; empty: no write is allowed
 };
 
 // The remaining work before an asynchronous piece has its data. The tensor's views and detached copies share it.
-class Pending final : public c10::intrusive_ptr_target {
+class PendingWork final : public c10::intrusive_ptr_target {
  public:
-  explicit Pending(comm::InFlight rest) : rest_(std::move(rest)) {}
+  explicit PendingWork(comm::InFlight rest) : rest_(std::move(rest)) {}
   // Any thread may call it, on any stream, any number of times; an error is raised each time. Releases the GIL. `piece`: what
   // will be used. Returns true once nobody needs to call it any more.
   bool wait(const at::Tensor& piece);
@@ -80,7 +80,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return layout_;
   }
   void set_local(at::Tensor local);
-  void set_pending(c10::intrusive_ptr<Pending> pending);
+  void set_pending(c10::intrusive_ptr<PendingWork> pending);
   // Traced: the local tensor is fake, functional or a proxy, and the tensor has Python's dispatch key instead of ours.
   bool traced() const {
     return traced_;
@@ -88,24 +88,24 @@ class ShardTensorImpl final : public c10::TensorImpl {
   // Whether this tensor, or a tensor that it is a view of, comes from a view op that had to move data and so shares no memory
   // with its base. A write to it is copied back, or raises. A second reference to its storage keeps autograd from accumulating
   // gradients in place.
-  bool broken_view() const {
-    return copied_;
+  bool is_detached_view() const {
+    return detached_view_;
   }
   // A view of `base` that shares its memory.
-  void share_copied(const ShardTensorImpl& base) {
+  void share_detached_view(const ShardTensorImpl& base) {
     copy_origin(base);
     shared_ = storage();
   }
   // A view of `base` that does not share its memory. `watch`: reading the view raises once the base has been written, since the
   // view has the old values.
-  void set_copied(const ShardTensorImpl& base, bool watch);
+  void set_detached_view(const ShardTensorImpl& base, bool watch);
   // Null if it shares memory with every tensor that it is a view of.
-  const c10::intrusive_ptr<Copied>& copied() const {
-    return copied_;
+  const c10::intrusive_ptr<DetachedView>& detached_view() const {
+    return detached_view_;
   }
   // Whether its memory is not that of its base, and users can see the base.
   bool watches() const {
-    return copied_ && copied_->base_writes;
+    return detached_view_ && detached_view_->base_writes;
   }
   // Shares `other`'s pending work, if its data has not arrived yet.
   void share_pending(const ShardTensorImpl& other) {
@@ -115,7 +115,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   }
   // Call it on all ranks after an op has written the tensor: a view that had to move data is copied back into its base.
   void note_write() {
-    if (Writes::alive.load(std::memory_order_relaxed) || copied_) {
+    if (WriteCounter::alive.load(std::memory_order_relaxed) || detached_view_) {
       count_write();
     }
     if (C10_UNLIKELY(layout_->has_partial())) {
@@ -123,10 +123,10 @@ class ShardTensorImpl final : public c10::TensorImpl {
     }
   }
   // The counter of its storage: made if need be, or null if there is none.
-  c10::intrusive_ptr<Writes> writes() const;
-  Writes* known_writes() const;
-  // Whether its sum may be kept for its next consumer (tensor/sums.h). Only if it is an op's result, or a view of one: the
-  // pieces of other tensors may be written from outside.
+  c10::intrusive_ptr<WriteCounter> writes() const;
+  WriteCounter* known_writes() const;
+  // Whether its sum may be kept for its next consumer (tensor/reduced_partials.h). Only if it is an op's result, or a view of
+  // one: the pieces of other tensors may be written from outside.
   bool keeps_sums() const {
     return keeps_sums_;
   }
@@ -148,8 +148,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
   GlobalForm form() const;
   bool has(const GlobalForm& form) const;
   // Python's spec of the layout, sizes and strides, kept with the tensor; null if they have changed since.
-  void* kept() const;
-  void keep(std::shared_ptr<void> object);
+  void* cached_spec() const;
+  void cache_spec(std::shared_ptr<void> object);
 
   // In a graph: the local tensor after an earlier move to `layout`; undefined if there was none, or if this tensor was written
   // since.
@@ -184,31 +184,31 @@ class ShardTensorImpl final : public c10::TensorImpl {
   void note_write_to_summand();
   void copy_origin(const ShardTensorImpl& other);
 
-  struct Kept {
+  struct CachedSpec {
     std::shared_ptr<void> object;
     GlobalForm of;
   };
-  struct Moved {
+  struct GraphMove {
     LayoutPtr layout;
     at::Tensor local;
     uint64_t writes; // of this tensor before
   };
   uint64_t writes_before() const;
-  struct InGraph {
+  struct GraphState {
     Sizes sizes, strides, hint; // numbers of the symbols
-    std::vector<Moved> moved;
+    std::vector<GraphMove> moved;
   };
-  InGraph& in_graph() const;
+  GraphState& in_graph() const;
 
   at::Tensor local_;
   LayoutPtr layout_;
   bool traced_;
-  mutable std::unique_ptr<InGraph> in_graph_; // null for eager tensors
-  std::unique_ptr<Kept> kept_;
+  mutable std::unique_ptr<GraphState> in_graph_; // null for eager tensors
+  std::unique_ptr<CachedSpec> cached_spec_;
   mutable std::atomic<bool> has_storage_{false};
-  c10::intrusive_ptr<Copied> copied_;
-  mutable std::atomic<bool> look_first_{false}; // copied_, or local_ is pending
-  c10::intrusive_ptr<Pending> pending_;         // not dropped when it is done: another thread may be inside wait()
+  c10::intrusive_ptr<DetachedView> detached_view_;
+  mutable std::atomic<bool> look_first_{false}; // detached_view_, or local_ is pending
+  c10::intrusive_ptr<PendingWork> pending_;     // not dropped when it is done: another thread may be inside wait()
   c10::Storage shared_;
   bool keeps_sums_ = false;
 };

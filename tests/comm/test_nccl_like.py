@@ -237,7 +237,7 @@ def sizes_of(data, dim, cut):
 
 
 def starts_of_several(_):
-    """What is packed for several tensors starts at multiples of 16 bytes, whatever their sizes and dtypes (Packed in together.cpp)."""
+    """What is packed for several tensors starts at multiples of 16 bytes, whatever their sizes and dtypes (PackedBuffer in coalescing.cpp)."""
     import nccl_like
     from oracle import mesh_of, place
     from shardtensor import DeviceMesh, Replicate, Shard, redistribute

@@ -1,7 +1,7 @@
 // The box copies and the random numbers of csrc/kernels, on CPU tensors, by the CUDA kernels' own text.
+#include "kernels/box_copies.h"
 #include "kernels/boxes.h"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/moves.h"
 #include "kernels/random.h"
 
 #include <torch/csrc/utils/pybind.h>
@@ -13,10 +13,10 @@ bool for_cuda(const at::Tensor&) {
 }
 
 namespace cpu {
-void move(const Moves&, const at::Tensor&, at::Tensor&) {
+void move(const BoxCopies&, const at::Tensor&, at::Tensor&) {
   TORCH_CHECK(false, "not the CPU's");
 }
-void reduce(const Moves& moves, const at::Tensor&, int64_t, ReduceOp, at::Tensor&) {
+void reduce(const BoxCopies& moves, const at::Tensor&, int64_t, ReduceOp, at::Tensor&) {
   TORCH_CHECK(moves.boxes == 0, "not the CPU's"); // of nothing, it refuses dtypes
 }
 } // namespace cpu
@@ -46,9 +46,9 @@ void fill(
     double b,
     int64_t low,
     uint64_t range) {
-  Held held;
+  LocalRegion held;
   for (const auto& [size, runs] : dims) {
-    Held::Dim dim{size, 0, {}};
+    LocalRegion::RegionDim dim{size, 0, {}};
     for (const auto& [start, length] : runs) {
       dim.runs.push_back({start, length});
       dim.local += length;
@@ -57,7 +57,7 @@ void fill(
     held.dims.push_back(std::move(dim));
   }
   TORCH_CHECK(held.numel == local.numel(), "a piece of ", local.numel(), " elements where ", held.numel, " are held");
-  const Distribution distribution{static_cast<Distribution::Kind>(kind), a, b, low, range};
+  const Distribution distribution{static_cast<Distribution::Family>(kind), a, b, low, range};
   (on_cuda ? cuda::fill_random : cpu::fill_random)(local, key, held, distribution);
 }
 

@@ -155,7 +155,7 @@ def test_strided():
 
 def test_rank_outside_the_mesh():
     mesh = _C.Mesh("cpu", [2], [4, 5], [], [""], 0)
-    assert not mesh.has_me
+    assert not mesh.has_this_rank
     assert _C.Mesh("cpu", [2], [4, 5], [], [""], 5).coordinate == [1]
 
 

@@ -113,7 +113,7 @@ def test_a_program_without_shard_tensors_runs_torchs_functions(tmp_path):
 
 
 # Made by another process: loading them is a first use.
-SAVED = START + f"""
+SAVED = START + """
 import pickle, shardtensor as st, shardtensor.sharded_tensor as sharded, shardtensor.sharding_spec as spec
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 t = st.distribute_tensor(torch.ones(4), st.init_device_mesh("cpu", (1,)), [st.Shard(0)])

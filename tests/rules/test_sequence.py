@@ -258,7 +258,7 @@ def graph_keeper(graphs: list[list[str]]) -> Any:
 
 
 def collectives_of(ops: list[str]) -> list[str]:
-    return [op for op in ops if op in ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "reduce_scatter_tensor", "put_off")]
+    return [op for op in ops if op in ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "reduce_scatter_tensor", "defer_call")]
 
 
 @pytest.mark.parametrize("case", CHOICES)
@@ -273,7 +273,7 @@ def test_choice_in_a_graph(case):
     with torch.no_grad():
         attention(*given, is_causal=causal, enable_gqa=True)
     functional = {"all_to_all": "all_to_all_single", "all_gather": "all_gather_into_tensor"}
-    want = ["put_off"] if case.startswith("ring") else [functional[name] for name, n in calls.items() for _ in range(n)]
+    want = ["defer_call"] if case.startswith("ring") else [functional[name] for name, n in calls.items() for _ in range(n)]
     assert [collectives_of(ops) for ops in graphs] == [want], graphs
 
 
@@ -324,7 +324,7 @@ def run_ring_in_graph(case: str, backend: str | None) -> None:
     both_ways(compiled)
     got, *sent = both_ways(compiled)
     assert set(forward) == set(backward) == {"all_to_all"} and sent == [forward, backward], (forward, backward, sent)
-    assert [collectives_of(ops) for ops in graphs] == ([] if backend else [["put_off"]] * 2), graphs
+    assert [collectives_of(ops) for ops in graphs] == ([] if backend else [["defer_call"]] * 2), graphs
     tolerance = {torch.bfloat16: 4e-2, torch.float32: 1e-4}.get(dtype, 1e-9)
     for name, a, b, w in zip(("result", "q", "k", "v"), got, eager, (want.detach(), *expected), strict=True):
         compare(a, w, tolerance, f"{name} of {case}")
@@ -390,7 +390,7 @@ def test_ring_in_a_checkpoint():
     compare(y, want.detach(), 1e-9, "result")
     for g, w in zip(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(want.sum(), whole), strict=True):
         compare(g, w, 1e-9, "gradient")
-    assert [ops.count("put_off") for ops in graphs] == [1, 1], graphs
+    assert [ops.count("defer_call") for ops in graphs] == [1, 1], graphs
 
 
 @on_ranks(3, seconds=100)

@@ -1021,7 +1021,7 @@ READ_BY_VALUES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-# Inductor takes ten seconds a graph: it is tried on those that become `put_off`.
+# Inductor takes ten seconds a graph: it is tried on those that become `defer_call`.
 @pytest.mark.parametrize(("backend", "names"), [("aot_eager", list(READ_BY_VALUES)), ("inductor", ["unpool", "sample"])])
 @on_ranks(3, seconds=100)
 def test_values_compiled(backend, names):

@@ -3,7 +3,7 @@
 // of its own, which shows that races are found.
 #include "dispatch/cache.h"
 #include "layout/layout.h"
-#include "redistribute/kept.h"
+#include "redistribute/plan_cache.h"
 
 #include <c10/util/Exception.h>
 
@@ -66,16 +66,16 @@ struct Number {
 
 void use_tables(const LayoutPtr& a, const LayoutPtr& b, unsigned which) {
   const int64_t sizes[] = {which % 5};
-  const auto plan = kept<Number>(*a, *b, Found::Plan, sizes, [&] { return Number{a->id() + b->id()}; });
+  const auto plan = cached<Number>(*a, *b, CachedKind::Plan, sizes, [&] { return Number{a->id() + b->id()}; });
   TORCH_CHECK(plan->value == a->id() + b->id(), "another layout's plan");
 
   const auto key = [&] {
-    Key k(0);
+    CacheKey k(0);
     k.push(static_cast<uint64_t>(a->id()));
     return k;
   };
   const auto solution = Cache::get(
-      static_cast<int32_t>(which % 7), key, [](Key&) {},
+      static_cast<int32_t>(which % 7), key, [](CacheKey&) {},
       [&] {
         auto out = c10::make_intrusive<rules::Solution>();
         out->replicated = a;

@@ -1,6 +1,6 @@
 // The CPU twin of cuda/boxes.cu, whose tests compare with it.
 #include "kernels/boxes.h"
-#include "kernels/cpu/rows.h"
+#include "kernels/cpu/tile_rows.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch_v2.h>
@@ -10,7 +10,7 @@ namespace shardtensor::kernels::cpu {
 namespace {
 
 template <typename From, typename To>
-void cast_rows(const Rows& rows, const From* from, To* to) {
+void cast_rows(const RowBlock& rows, const From* from, To* to) {
   for (int64_t r = 0; r < rows.count; ++r) {
     for (int64_t i = 0; i < rows.length; ++i) {
       to[i] = static_cast<To>(from[i]);
@@ -49,8 +49,8 @@ void reduce_row(const T* from, int64_t part_stride, int64_t parts, int64_t lengt
 }
 
 template <ReduceOp op, typename T>
-void reduce_boxes(const Moves& moves, const T* from, int64_t parts, T* to) {
-  for_rows(moves, [&](const Rows& rows) {
+void reduce_boxes(const BoxCopies& moves, const T* from, int64_t parts, T* to) {
+  for_rows(moves, [&](const RowBlock& rows) {
     for (int64_t r = 0; r < rows.count; ++r) {
       reduce_row<op>(
           from + rows.from + r * rows.from_stride, moves.part_stride, parts, rows.length, to + rows.to + r * rows.to_stride);
@@ -59,7 +59,7 @@ void reduce_boxes(const Moves& moves, const T* from, int64_t parts, T* to) {
 }
 
 template <typename T>
-void reduce_boxes(const Moves& moves, const T* from, int64_t parts, ReduceOp op, T* to) {
+void reduce_boxes(const BoxCopies& moves, const T* from, int64_t parts, ReduceOp op, T* to) {
   switch (op) {
     case ReduceOp::Avg:
       return reduce_boxes<ReduceOp::Avg>(moves, from, parts, to);
@@ -82,7 +82,7 @@ void reduce_boxes(const Moves& moves, const T* from, int64_t parts, ReduceOp op,
 
 } // namespace
 
-void move(const Moves& moves, const at::Tensor& from, at::Tensor& to) {
+void move(const BoxCopies& moves, const at::Tensor& from, at::Tensor& to) {
   if (from.scalar_type() == to.scalar_type()) {
     copy_bytes(moves, static_cast<const char*>(from.const_data_ptr()), static_cast<char*>(to.mutable_data_ptr()));
     return;
@@ -91,12 +91,12 @@ void move(const Moves& moves, const at::Tensor& from, at::Tensor& to) {
     with_float(to.scalar_type(), [&](auto t) {
       const auto* source = from.const_data_ptr<decltype(f)>();
       auto* target = to.mutable_data_ptr<decltype(t)>();
-      for_rows(moves, [&](const Rows& rows) { cast_rows(rows, source + rows.from, target + rows.to); });
+      for_rows(moves, [&](const RowBlock& rows) { cast_rows(rows, source + rows.from, target + rows.to); });
     });
   });
 }
 
-void reduce(const Moves& moves, const at::Tensor& from, int64_t parts, ReduceOp op, at::Tensor& to) {
+void reduce(const BoxCopies& moves, const at::Tensor& from, int64_t parts, ReduceOp op, at::Tensor& to) {
   AT_DISPATCH_V2(
       to.scalar_type(), "unpack_reduce",
       AT_WRAP([&] { reduce_boxes(moves, from.const_data_ptr<scalar_t>(), parts, op, to.mutable_data_ptr<scalar_t>()); }),

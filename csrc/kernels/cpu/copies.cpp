@@ -1,5 +1,5 @@
 // Copies rows as bytes: through the caches, or past them if the data is too large to stay in a cache.
-#include "kernels/cpu/rows.h"
+#include "kernels/cpu/tile_rows.h"
 
 #include <cstring>
 #ifdef __x86_64__
@@ -13,7 +13,7 @@ namespace {
 // ---- through the caches
 
 template <size_t kLength>
-void copy_short(const Rows& rows, const char* from, char* to) {
+void copy_short(const RowBlock& rows, const char* from, char* to) {
   for (int64_t r = 0; r < rows.count; ++r) {
     std::memcpy(to, from, kLength);
     from += rows.from_stride;
@@ -22,7 +22,7 @@ void copy_short(const Rows& rows, const char* from, char* to) {
 }
 
 // Steps of 16 bytes; the last one overlaps.
-void copy_medium(const Rows& rows, const char* from, char* to) {
+void copy_medium(const RowBlock& rows, const char* from, char* to) {
   for (int64_t r = 0; r < rows.count; ++r) {
     for (int64_t i = 0; i + 16 < rows.length; i += 16) {
       std::memcpy(to + i, from + i, 16);
@@ -33,7 +33,7 @@ void copy_medium(const Rows& rows, const char* from, char* to) {
   }
 }
 
-void copy_any(const Rows& rows, const char* from, char* to) {
+void copy_any(const RowBlock& rows, const char* from, char* to) {
   for (int64_t r = 0; r < rows.count; ++r) {
     std::memcpy(to, from, static_cast<size_t>(rows.length));
     from += rows.from_stride;
@@ -41,7 +41,7 @@ void copy_any(const Rows& rows, const char* from, char* to) {
   }
 }
 
-void copy_cached(const Rows& rows, const char* from, char* to) {
+void copy_cached(const RowBlock& rows, const char* from, char* to) {
   switch (rows.length) {
     case 1:
       return copy_short<1>(rows, from, to);
@@ -80,7 +80,7 @@ void fetch(const char* from, int64_t ahead) {
 }
 
 // Rows of whole cache lines, to the start of lines: a streaming store that fills a line need not read it first.
-[[gnu::target("avx")]] void stream_lines(const Rows& rows, const char* from, char* to, int64_t ahead) {
+[[gnu::target("avx")]] void stream_lines(const RowBlock& rows, const char* from, char* to, int64_t ahead) {
   for (int64_t r = 0; r < rows.count; ++r) {
     for (int64_t i = 0; i < rows.length; i += kLine) {
       fetch(from + i, ahead);
@@ -162,7 +162,7 @@ class Lane {
   }
 
   // The next rows, up to `bytes` in all, but at least one.
-  Rows some(int64_t bytes) const {
+  RowBlock some(int64_t bytes) const {
     auto rows = rows_;
     rows.count = std::min(rows.count, std::max<int64_t>(1, bytes / rows.length));
     return rows;
@@ -175,7 +175,7 @@ class Lane {
   }
 
   // Rows that are adjacent in the target are first joined in a buffer.
-  void stream_staged(const Rows& rows, const char* from, char* to) const {
+  void stream_staged(const RowBlock& rows, const char* from, char* to) const {
     alignas(kLine) char stage[kStage];
     const auto bytes = rows.count * rows.length;
     __builtin_prefetch(to + bytes, /*rw=*/1);
@@ -189,22 +189,22 @@ class Lane {
   }
 
   TileRows tile_;
-  Rows rows_{};       // the current rows that are left
+  RowBlock rows_{};   // the current rows that are left
   int64_t at_ = 0;    // bytes of the first of them that are done
   int64_t ahead_ = 0; // bytes
 };
 
 // How many tiles take turns, and the distance between their numbers.
-struct Turns {
+struct LaneSchedule {
   int64_t lanes, stride;
 };
 constexpr int64_t kMostLanes = 32;
 
 // Memory is fastest if a few pages at a time are read, and written, sequentially. Tiles with consecutive numbers are pieces of
 // the same rows of the tensor, in different boxes; tiles of consecutive levels belong to the same box.
-Turns turns_of(const Moves& moves) {
+LaneSchedule turns_of(const BoxCopies& moves) {
   const int64_t boxes = moves.boxes;
-  const int64_t row = moves.table[Moves::kSizes + moves.ndim - 1]; // of the first box, which stands for the others
+  const int64_t row = moves.table[BoxCopies::kSizes + moves.ndim - 1]; // of the first box, which stands for the others
   const bool short_rows = row < 512;
   if (moves.from_flat) {
     return {8, 1};
@@ -216,7 +216,7 @@ Turns turns_of(const Moves& moves) {
   return {kLanes, short_rows ? 1 : std::min(boxes, (moves.tiles + kLanes - 1) / kLanes)};
 }
 
-void copy_streaming(const Moves& moves, const char* from, char* to) {
+void copy_streaming(const BoxCopies& moves, const char* from, char* to) {
   const auto turns = turns_of(moves);
   const auto block = turns.lanes * turns.stride;
   const auto groups = (moves.tiles + block - 1) / block * turns.stride;
@@ -249,17 +249,17 @@ bool can_stream() {
   return false;
 }
 
-void copy_streaming(const Moves&, const char*, char*) {}
+void copy_streaming(const BoxCopies&, const char*, char*) {}
 
 #endif
 
 } // namespace
 
-void copy_bytes(const Moves& moves, const char* from, char* to) {
+void copy_bytes(const BoxCopies& moves, const char* from, char* to) {
   if (moves.bytes >= kStreamBytes && can_stream()) {
     copy_streaming(moves, from, to);
   } else {
-    for_rows(moves, [&](const Rows& rows) { copy_cached(rows, from + rows.from, to + rows.to); });
+    for_rows(moves, [&](const RowBlock& rows) { copy_cached(rows, from + rows.from, to + rows.to); });
   }
 }
 

@@ -9,7 +9,7 @@ namespace shardtensor::kernels::cpu {
 namespace {
 
 // The global index of local element i, and how many elements follow it in both orders.
-std::pair<uint64_t, int64_t> locate(const Held& held, int64_t i) {
+std::pair<uint64_t, int64_t> locate(const LocalRegion& held, int64_t i) {
   uint64_t at = 0, stride = 1;
   int64_t follow = 0;
   for (size_t d = held.dims.size(); d-- > 0;) {
@@ -41,9 +41,9 @@ void fill_run(Scalar* out, uint64_t start, int64_t n, const Draw& draw) {
   }
 }
 
-struct Launch {
+struct FillOnCpu {
   at::Tensor& local;
-  const Held& held;
+  const LocalRegion& held;
 
   template <typename Scalar, typename Draw>
   void operator()(const Draw& draw) const {
@@ -61,8 +61,8 @@ struct Launch {
 
 } // namespace
 
-void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution) {
-  with_draw(local.scalar_type(), key, distribution, Launch{local, held});
+void fill_random(at::Tensor& local, uint64_t key, const LocalRegion& held, const Distribution& distribution) {
+  with_draw(local.scalar_type(), key, distribution, FillOnCpu{local, held});
 }
 
 } // namespace shardtensor::kernels::cpu

@@ -1,7 +1,7 @@
 // The twin of cpu/boxes.cpp. Compiled with -fmad=false: the same roundings as on the host.
+#include "kernels/box_copies.h"
 #include "kernels/boxes.h"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/moves.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>
@@ -16,17 +16,18 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kInFlight = 4; // units that a thread loads before it stores the first
 constexpr int64_t kArgumentBytes = 4096;
-constexpr int64_t kWords = (kArgumentBytes - 64 - static_cast<int64_t>(sizeof(Moves))) / static_cast<int64_t>(sizeof(int64_t));
+constexpr int64_t kWords =
+    (kArgumentBytes - 64 - static_cast<int64_t>(sizeof(BoxCopies))) / static_cast<int64_t>(sizeof(int64_t));
 
 // If the table fits, it is part of the kernel's arguments: no copy to the device, and a CUDA graph can hold it.
-struct Argument {
-  Moves moves; // its table is null if `words` holds the table
+struct KernelArgument {
+  BoxCopies moves; // its table is null if `words` holds the table
   int64_t words[kWords];
 };
 
 // One block per tile; `work` is called with the tile by all of its threads.
 template <typename Work>
-__global__ void __launch_bounds__(kThreads) tiles_kernel(const __grid_constant__ Argument argument, const Work work) {
+__global__ void __launch_bounds__(kThreads) tiles_kernel(const __grid_constant__ KernelArgument argument, const Work work) {
   __shared__ Tile tile;
   const int64_t* table = argument.moves.table ? argument.moves.table : argument.words;
   for (int64_t i = blockIdx.x; i < argument.moves.tiles; i += gridDim.x) {
@@ -239,26 +240,26 @@ struct Reduce {
 };
 
 // Small boxes get small blocks, so that more of them run at once.
-unsigned threads_for(const Moves& moves) {
+unsigned threads_for(const BoxCopies& moves) {
   int64_t units = 1;
   for (int64_t b = 0; b < moves.boxes && units < kThreads; ++b) {
-    units = std::max(units, Moves::units(moves.table + b * moves.row()));
+    units = std::max(units, BoxCopies::units(moves.table + b * moves.row()));
   }
   return static_cast<unsigned>(std::min<int64_t>((units + 31) / 32 * 32, kThreads));
 }
 
 template <typename Work>
-void launch_tiles(const Argument& argument, unsigned threads, const Work& work) {
+void launch_tiles(const KernelArgument& argument, unsigned threads, const Work& work) {
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(argument.moves.tiles, std::numeric_limits<int32_t>::max()));
-  launch<Argument, Work>(tiles_kernel<Work>, blocks, threads, argument, work);
+  launch<KernelArgument, Work>(tiles_kernel<Work>, blocks, threads, argument, work);
 }
 
 template <typename Work>
-void run(const Moves& moves, const at::Tensor& to, const Work& work) {
-  static_assert(sizeof(Argument) + sizeof(Work) <= kArgumentBytes);
+void run(const BoxCopies& moves, const at::Tensor& to, const Work& work) {
+  static_assert(sizeof(KernelArgument) + sizeof(Work) <= kArgumentBytes);
   const DeviceGuard guard(to.device());
   const auto threads = threads_for(moves);
-  Argument argument;
+  KernelArgument argument;
   argument.moves = moves;
   const int64_t fits = kWords / moves.row(); // boxes
   if (moves.boxes > fits && !capturing()) {
@@ -284,7 +285,7 @@ void with_float(at::ScalarType type, const Use& use) {
 
 } // namespace
 
-void move(const Moves& moves, const at::Tensor& from, at::Tensor& to) {
+void move(const BoxCopies& moves, const at::Tensor& from, at::Tensor& to) {
   if (from.scalar_type() == to.scalar_type()) {
     run(moves, to, CopyBytes{static_cast<const char*>(from.const_data_ptr()), static_cast<char*>(to.mutable_data_ptr())});
     return;
@@ -300,7 +301,7 @@ void move(const Moves& moves, const at::Tensor& from, at::Tensor& to) {
   });
 }
 
-void reduce(const Moves& moves, const at::Tensor& from, int64_t parts, ReduceOp op, at::Tensor& to) {
+void reduce(const BoxCopies& moves, const at::Tensor& from, int64_t parts, ReduceOp op, at::Tensor& to) {
   AT_DISPATCH_V2(
       to.scalar_type(), "unpack_reduce", AT_WRAP([&] {
         run(moves, to,

@@ -11,7 +11,7 @@ constexpr int kMaxDims = 12; // dims that are cut, plus one
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 1 << 16;
 
-struct Grid {
+struct DeviceRegion {
   int ndim = 0;
   int64_t size[kMaxDims];
   int64_t local[kMaxDims];
@@ -41,7 +41,7 @@ struct Grid {
 };
 
 template <typename Scalar, typename Draw>
-__global__ void fill_kernel(Scalar* out, Grid grid, int64_t n, Draw draw) {
+__global__ void fill_kernel(Scalar* out, DeviceRegion grid, int64_t n, Draw draw) {
   constexpr int kWidth = Draw::kWidth;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * kWidth;
   for (int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth; first < n; first += step) {
@@ -62,30 +62,30 @@ __global__ void fill_kernel(Scalar* out, Grid grid, int64_t n, Draw draw) {
   }
 }
 
-struct Launch {
+struct FillOnCuda {
   at::Tensor& local;
-  const Grid& grid;
+  const DeviceRegion& grid;
 
   template <typename Scalar, typename Draw>
   void operator()(const Draw& draw) const {
     const int64_t n = local.numel();
     const int64_t per_block = static_cast<int64_t>(kThreads) * Draw::kWidth;
     const auto blocks = static_cast<unsigned>(std::min(kMaxBlocks, (n + per_block - 1) / per_block));
-    launch<Scalar*, Grid, int64_t, Draw>(
+    launch<Scalar*, DeviceRegion, int64_t, Draw>(
         fill_kernel<Scalar, Draw>, blocks, kThreads, local.mutable_data_ptr<Scalar>(), grid, n, draw);
   }
 };
 
 } // namespace
 
-void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution) {
+void fill_random(at::Tensor& local, uint64_t key, const LocalRegion& held, const Distribution& distribution) {
   const DeviceGuard guard(local.device());
   TORCH_CHECK(
       !capturing(),
       "shardtensor: random numbers within a CUDA graph: every replay would draw the same ones, since their key comes "
       "from the host's generator. Draw them before the graph, or leave dropout out of it");
   TORCH_CHECK(held.dims.size() <= kMaxDims, "shardtensor: a random op on a tensor cut along ", held.dims.size() - 1, " dims");
-  Grid grid;
+  DeviceRegion grid;
   grid.ndim = static_cast<int>(held.dims.size());
   std::vector<int64_t> table;
   for (int d = 0; d < grid.ndim; ++d) {
@@ -104,7 +104,7 @@ void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distri
     held_there = on_device(table, local.device());
     grid.table = held_there.const_data_ptr<int64_t>();
   }
-  with_draw(local.scalar_type(), key, distribution, Launch{local, grid});
+  with_draw(local.scalar_type(), key, distribution, FillOnCuda{local, grid});
 }
 
 } // namespace shardtensor::kernels::cuda

@@ -14,11 +14,11 @@ void refuse() {
 
 } // namespace
 
-void move(const Moves&, const at::Tensor&, at::Tensor&) {
+void move(const BoxCopies&, const at::Tensor&, at::Tensor&) {
   refuse();
 }
 
-void reduce(const Moves&, const at::Tensor&, int64_t, ReduceOp, at::Tensor&) {
+void reduce(const BoxCopies&, const at::Tensor&, int64_t, ReduceOp, at::Tensor&) {
   refuse();
 }
 

@@ -5,7 +5,7 @@
 
 namespace shardtensor::kernels::cuda {
 
-void fill_random(at::Tensor&, uint64_t, const Held&, const Distribution&) {
+void fill_random(at::Tensor&, uint64_t, const LocalRegion&, const Distribution&) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, "shardtensor: random numbers on cuda, but shardtensor was built without CUDA; build it where nvcc is found");
 }

@@ -1,8 +1,8 @@
 // Scaled dot product attention: batch and heads may be cut, queries too. Keys may be cut together with the queries, where torch's
 // kernel gives the logs of the sums (ring.h); or alone: then each rank attends to its own keys, and the results are merged.
-#include "rules/empties.h"
+#include "rules/kernel_utils.h"
 #include "rules/ops/ring.h"
-#include "rules/pieces.h"
+#include "rules/pad_empty.h"
 #include "rules/registry.h"
 #include "tensor/symbolic.h"
 
@@ -45,7 +45,7 @@ int64_t repeats_of(const TensorArg& query, const TensorArg& key) {
 }
 
 // Statistics of the others are padded along s, so that the queries stay whole, except in a ring.
-enum class Fused {
+enum class FusedKernel {
   Flash,
   Efficient,
   Cudnn, // its statistics have a last dim of 1
@@ -53,13 +53,13 @@ enum class Fused {
 };
 
 // For the kernel that runs if only the keys are cut: their factor.
-struct Keys {
+struct KeysFactor {
   int64_t factor;
 };
 
 // Attends to this rank's keys, then merges the ranks' results: the mean, weighted by the sums of exponentials.
-void merge(Run& run) {
-  const auto ranks = run.mesh_dims(noted<Keys>(run.solution).factor);
+void merge(KernelRun& run) {
+  const auto ranks = run.mesh_dims(kernel_data<KeysFactor>(run.solution).factor);
   const auto mask_at = argument(run, "attn_mask");
   const auto mask = mask_at < 0 ? at::Tensor() : run.arg(mask_at).toOptional<at::Tensor>().value_or(at::Tensor());
   const bool no_keys = is_empty(run.arg(argument(run, "key")).toTensor());
@@ -94,18 +94,19 @@ void merge(Run& run) {
 }
 
 // query [b, h, s, d], key and value [b, h / repeats, t, d]. `alone`: the kernel if the keys are cut alone.
-Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kernel, Kernel alone) {
+Attention attention_dims(const Call& call, Rule& rule, FusedKernel fused, Kernel kernel, Kernel alone) {
   check_dropout(call);
   const auto& q = call.tensor(call.position("query"));
   const auto& k = call.tensor(call.position("key"));
   const bool causal = call.flag(call.position("is_causal"));
   const auto& v = call.tensor(call.position("value"));
   const bool biased = argument(call, "attn_bias") >= 0 && call.operand(argument(call, "attn_bias")) >= 0;
-  const bool ring = fused != Fused::Other && !biased && cut_together(*q.layout, *k.layout, *v.layout, 2) && q.sym_size(2) > 0 &&
-                    k.sym_size(2) > 0; // of a bias, kernels want aligned rows
-  const bool merges = fused == Fused::Flash && !causal && keys_cut_alone(*q.layout, *k.layout, *v.layout, 2) && k.sym_size(2) > 0;
+  const bool ring = fused != FusedKernel::Other && !biased && cut_together(*q.layout, *k.layout, *v.layout, 2) &&
+                    q.sym_size(2) > 0 && k.sym_size(2) > 0; // of a bias, kernels want aligned rows
+  const bool merges =
+      fused == FusedKernel::Flash && !causal && keys_cut_alone(*q.layout, *k.layout, *v.layout, 2) && k.sym_size(2) > 0;
   const Factor queries{
-      .whole = fused != Fused::Flash && !ring,
+      .whole = fused != FusedKernel::Flash && !ring,
       .kernel = ring || causal,
       .reduce = ReduceOp::Sum, // for the keys' gradients
       .size = ring ? q.sym_size(2) : c10::SymInt(-1)};
@@ -120,10 +121,10 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
       Dim(b), Dim(h), ring ? rule.windows(s, causal ? Reach{1, 1, -keys, 0} : Reach{0, 1, 0, keys - 1}) : Dim(kNone), Dim(kNone)};
   if (merges) {
     a.key[2] = Dim(rule.factor({.kernel = true, .reduce = ReduceOp::Sum})); // for the queries' gradient
-    rule.notes = Keys{a.key[2].factor};
+    rule.kernel_data = KeysFactor{a.key[2].factor};
   }
   a.statistics = {Dim(b), Dim(h, repeats), Dim(s)};
-  if (fused == Fused::Cudnn) {
+  if (fused == FusedKernel::Cudnn) {
     a.statistics.emplace_back(kNone);
   }
   for (const auto& t : call.tensors) {
@@ -149,20 +150,20 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   return a;
 }
 
-template <Fused fused>
+template <FusedKernel fused>
 Rule attention(const Call& call) {
   Rule rule;
   const auto a = attention_dims(call, rule, fused, attend, merge);
   rule.results = {Result(a.query), Result(a.statistics)};
   for (auto& r : rule.results) {
-    if (rule.notes.has_value()) {
+    if (rule.kernel_data.has_value()) {
       r.reduce.emplace(std::nullopt); // merged: the same on all ranks
     }
   }
   return rule; // further results, such as seeds, are whole
 }
 
-template <Fused fused>
+template <FusedKernel fused>
 Rule attention_backward(const Call& call) {
   Rule rule;
   const auto a = attention_dims(call, rule, fused, attend_backward, call_op_nonempty);
@@ -172,7 +173,7 @@ Rule attention_backward(const Call& call) {
 }
 
 // The choice of an attention kernel must not depend on one rank's piece, so this takes the one that always works.
-void choice_kernel(Run& run) {
+void choice_kernel(KernelRun& run) {
   run.returns({int64_t{0}}); // SDPBackend::math
 }
 
@@ -187,31 +188,31 @@ void register_attention(Registry& r) {
   r.add("attention", {"scaled_dot_product_attention"}, kAsOtherOps, {.autograd = formulas::attention});
   const Options rows{.symbols = true, .asks_order = true}; // in memory, the rows of all heads lie side by side
   r.add("attention", {"_fused_sdp_choice"}, choice);
-  r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<Fused::Cudnn>, rows);
-  r.add("attention", {"_scaled_dot_product_cudnn_attention_backward"}, attention_backward<Fused::Cudnn>, rows);
+  r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<FusedKernel::Cudnn>, rows);
+  r.add("attention", {"_scaled_dot_product_cudnn_attention_backward"}, attention_backward<FusedKernel::Cudnn>, rows);
   r.add(
       "attention",
       {
           "_scaled_dot_product_efficient_attention",
       },
-      attention<Fused::Efficient>, rows);
-  r.add("attention", {"_scaled_dot_product_efficient_attention_backward"}, attention_backward<Fused::Efficient>, rows);
-  r.add("attention", {"_scaled_dot_product_fused_attention_overrideable"}, attention<Fused::Other>, rows);
-  r.add("attention", {"_scaled_dot_product_fused_attention_overrideable_backward"}, attention_backward<Fused::Other>, rows);
+      attention<FusedKernel::Efficient>, rows);
+  r.add("attention", {"_scaled_dot_product_efficient_attention_backward"}, attention_backward<FusedKernel::Efficient>, rows);
+  r.add("attention", {"_scaled_dot_product_fused_attention_overrideable"}, attention<FusedKernel::Other>, rows);
+  r.add("attention", {"_scaled_dot_product_fused_attention_overrideable_backward"}, attention_backward<FusedKernel::Other>, rows);
   r.add(
       "attention",
       {
           "_scaled_dot_product_flash_attention",
           "_scaled_dot_product_flash_attention_for_cpu",
       },
-      attention<Fused::Flash>, rows);
+      attention<FusedKernel::Flash>, rows);
   r.add(
       "attention",
       {
           "_scaled_dot_product_flash_attention_backward",
           "_scaled_dot_product_flash_attention_for_cpu_backward",
       },
-      attention_backward<Fused::Flash>, rows);
+      attention_backward<FusedKernel::Flash>, rows);
 }
 
 } // namespace shardtensor::rules

@@ -1,9 +1,9 @@
 // Convolutions. Any dim may be cut: batch, channels, space.
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "redistribute/exchange.h"
-#include "redistribute/identity.h"
-#include "rules/empties.h"
-#include "rules/pieces.h"
+#include "redistribute/neutral_value.h"
+#include "rules/kernel_utils.h"
+#include "rules/pad_empty.h"
 #include "rules/registry.h"
 #include "rules/solution.h"
 #include "rules/windows.h"
@@ -71,7 +71,7 @@ Windows windows_of(const Call& call, const TensorArg& input, const TensorArg& we
   bool fits = true;
   for (int64_t i = 0; i < space; ++i) {
     const auto size = input.size(i + 2);
-    const Taps taps{
+    const WindowSpec taps{
         weight.size(i + 2), integer_at(stride, i), integer_at(padding, i), integer_at(dilation, i), integer_at(more, i)};
     TORCH_CHECK(taps.stride > 0, "non-positive stride is not supported");
     TORCH_CHECK(taps.padding >= 0, "negative padding is not supported");
@@ -100,13 +100,13 @@ Windows windows_of(const Call& call, const TensorArg& input, const TensorArg& we
 }
 
 // What torch's op gets along a cut dim: no padding, since its cells are there.
-Native whole_windows(const Run& run, const Windows& windows, int64_t i, const Share& share) {
+NativeIntervals whole_windows(const KernelRun& run, const Windows& windows, int64_t i, const WindowShare& share) {
   set_along(run, windows, "padding", i, 0);
   set_along(run, windows, "output_padding", i, 0);
   return {share.read(), share.makes};
 }
 
-void replace_padding(const Run& run, const Windows& windows) {
+void replace_padding(const KernelRun& run, const Windows& windows) {
   for (int64_t i = 0; i < windows.ndim(); ++i) {
     if (const auto share = share_of(run, windows, i); share.cut) {
       whole_windows(run, windows, i, share);
@@ -120,7 +120,7 @@ std::atomic<int64_t> g_second_call{int64_t{1} << 20};
 
 // torch's op runs on the piece as it is, with the padding that puts its results in their places. Then it runs on boxes around
 // the piece's edges, for the results that read the halo.
-struct Split {
+struct SplitConvolution {
   std::vector<int64_t> padding; // the first call's
   std::vector<Box> rest;        // results that read other ranks' input; backward: results of other ranks that read this piece
 };
@@ -132,19 +132,19 @@ Interval window(const Windows& windows, const Box& results, int64_t i) {
 
 // Nothing if torch's op on the piece alone would put its results in other places, or if the boxes would cost more than one call
 // on the piece joined with its halo. Each rank may decide for itself, because the messages are the same.
-std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, const Windows& windows) {
+std::optional<SplitConvolution> split_of(const KernelRun& run, const Solution::Halo& halo, const Windows& windows) {
   const bool backward = windows.backward;
   const auto given = run.arg(0).toTensor(), input = run.arg(backward).toTensor(), weight = run.arg(backward + 1).toTensor();
   const auto gain = static_cast<int64_t>(input.nbytes()) - g_second_call.load(std::memory_order_relaxed);
   if (gain < 0 || given.numel() == 0 || input.numel() == 0 || weight.numel() == 0) {
     return std::nullopt;
   }
-  Split split;
+  SplitConvolution split;
   Box all, own; // results that this rank makes or reads, and those of them in the first call
   for (int64_t d = 0; d < input.dim(); ++d) {
     const auto piece = run.operands[0].layout->intervals(d, run.operands[0].size(d), run.mesh().coordinate())[0];
     const auto read = halo.fetch.mine()[d].inside;
-    const auto share = d < 2 ? Share{false, {}, {}} : share_of(run, windows, d - 2);
+    const auto share = d < 2 ? WindowShare{false, {}, {}} : share_of(run, windows, d - 2);
     if (d >= 2) {
       split.padding.push_back(windows.space[d - 2].taps.padding);
     }
@@ -197,25 +197,31 @@ std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, const 
 
 // A part of the input that this rank reads: `box` along the dims that are cut, in indices of the whole, and all of the other
 // dims.
-at::Tensor fetched(const Run& run, const Solution::Halo& halo, const Windows& windows, const Fetch::Arriving& arriving, Box box) {
+at::Tensor fetched(
+    const KernelRun& run,
+    const Solution::Halo& halo,
+    const Windows& windows,
+    const HaloExchange::HaloInFlight& arriving,
+    Box box) {
   for (size_t d = 0; d < box.sizes.size(); ++d) {
     const bool cut = d >= 2 && share_of(run, windows, static_cast<int64_t>(d) - 2).cut;
     box.offsets[d] = cut ? box.offsets[d] - halo.fetch.mine()[d].start() : 0;
     box.sizes[d] = cut ? box.sizes[d] : halo.fetch.sizes()[d];
   }
   const auto& piece = arriving.piece;
-  return halo.fetch.box(arriving, box, strides_like(box.sizes, piece), identity(halo.padding, piece.scalar_type()));
+  return halo.fetch.box(arriving, box, strides_like(box.sizes, piece), neutral_value(halo.padding, piece.scalar_type()));
 }
 
 // Replaces the piece by the piece with its halo, if the kernel has to fetch the halo.
-void fetch_all(const Run& run, const Solution::Halo& halo) {
+void fetch_all(const KernelRun& run, const Solution::Halo& halo) {
   const auto piece = run.arg(0).toTensor();
   run.arg(0) = halo.joined(piece, strides_like(halo.fetch.sizes(), piece));
 }
 
 // The results of torch's op on the piece as it is, while the halo travels. Then the op is ready for boxes around the piece's
 // edges.
-std::vector<c10::IValue> results_of_piece(const Run& run, const Windows& windows, const Split& split, Fetch::Arriving& arriving) {
+std::vector<c10::IValue> results_of_piece(
+    const KernelRun& run, const Windows& windows, const SplitConvolution& split, HaloExchange::HaloInFlight& arriving) {
   for (int64_t i = 0; i < windows.ndim(); ++i) {
     set_along(run, windows, "padding", i, split.padding[i]);
   }
@@ -225,7 +231,7 @@ std::vector<c10::IValue> results_of_piece(const Run& run, const Windows& windows
   return results;
 }
 
-void piece_first(Run& run, const Solution::Halo& halo, const Windows& windows, const Split& split) {
+void piece_first(KernelRun& run, const Solution::Halo& halo, const Windows& windows, const SplitConvolution& split) {
   auto arriving = halo.fetch.start(run.arg(0).toTensor());
   const auto out = results_of_piece(run, windows, split, arriving)[0].toTensor();
   for (const auto& box : split.rest) {
@@ -247,7 +253,7 @@ void piece_first(Run& run, const Solution::Halo& halo, const Windows& windows, c
 
 // A transposed convolution. Without padding its first result is the one that the first index of the operand reaches first:
 // results before and behind this rank's are dropped. torch drops `padding` on both sides, `output_padding` less behind.
-Native dropped_by_torch(const Run& run, const Windows& windows, int64_t i, const Share& share) {
+NativeIntervals dropped_by_torch(const KernelRun& run, const Windows& windows, int64_t i, const WindowShare& share) {
   const auto& taps = windows.space[i].taps;
   const auto cells = taps.cells(share.read());
   const auto drop = share.makes.start - cells.start;
@@ -262,13 +268,13 @@ Native dropped_by_torch(const Run& run, const Windows& windows, int64_t i, const
 }
 
 // If the input's channels are sharded, one rank along them adds the bias.
-void convolution_kernel(Run& run) {
+void convolution_kernel(KernelRun& run) {
   add_bias_once(run, 2, kIn);
   const auto* halo = run.solution.halo(0);
   if (!halo) {
     return call_op_nonempty(run);
   }
-  const auto& windows = noted<Windows>(run.solution);
+  const auto& windows = kernel_data<Windows>(run.solution);
   if (halo->awaits(run.arg(0).toTensor())) {
     if (const auto split = split_of(run, *halo, windows)) {
       return piece_first(run, *halo, windows, *split);
@@ -277,7 +283,7 @@ void convolution_kernel(Run& run) {
   }
   const auto bias = run.arg(2).isTensor() ? run.arg(2).toTensor() : at::Tensor(); // torch may also give an undefined one
   bool adds = true; // torch's op adds the bias: not where zeros are added to its results, or where it has nothing to do
-  const auto each = [&](int64_t i, const Share& share) {
+  const auto each = [&](int64_t i, const WindowShare& share) {
     const auto native = (windows.reversed ? dropped_by_torch : whole_windows)(run, windows, i, share);
     adds = adds && native.made == share.makes;
     run.arg(2) = adds ? run.arg(2) : c10::IValue();
@@ -292,15 +298,15 @@ void convolution_kernel(Run& run) {
 }
 
 // The meta kernel does not recognize a batch of one as channels_last.
-std::optional<Order> order_of_result(const TensorArg& input, const TensorArg& weight) {
+std::optional<DimOrder> order_of_result(const TensorArg& input, const TensorArg& weight) {
   for (const auto* t : {&input, &weight}) {
     const auto sizes = t->sym_sizes(), strides = t->sym_strides();
     const c10::SymIntArrayRef size(sizes), stride(strides);
     if (c10::is_channels_last_strides_2d(size, stride)) {
-      return Order{0, 2, 3, 1};
+      return DimOrder{0, 2, 3, 1};
     }
     if (c10::is_channels_last_strides_3d(size, stride)) {
-      return Order{0, 2, 3, 4, 1};
+      return DimOrder{0, 2, 3, 4, 1};
     }
   }
   return std::nullopt;
@@ -362,20 +368,20 @@ Rule convolution(const Call& call) {
   rule.jointly_linear(0b001 | bias);
   rule.jointly_linear(0b010 | bias);
   rule.always(convolution_kernel);
-  rule.notes = std::move(windows);
+  rule.kernel_data = std::move(windows);
   return rule;
 }
 
 // The results whose gradients this rank adds to the bias's: from its first result to the next rank's first, and at the edges of
 // the whole all results beyond. `read` contains them.
-Interval own_results(const Reach& readers, const Interval& run, const Stretch& read, int64_t size, int64_t results) {
+Interval own_results(const Reach& readers, const Interval& run, const PaddedInterval& read, int64_t size, int64_t results) {
   const auto at = [&](int64_t i) { return i <= 0 ? 0 : i >= size ? results : std::clamp<int64_t>(readers.lo(i), 0, results); };
   const auto start = at(run.start), end = at(run.start + run.length);
   return {start < end ? start - read.start() : 0, end - start};
 }
 
 // Of the gradients with their halo: the bias's. `piece`: what of them gives it, if the caller knows.
-at::Tensor bias_gradient(const Run& run, const Windows& windows, const at::Tensor& piece) {
+at::Tensor bias_gradient(const KernelRun& run, const Windows& windows, const at::Tensor& piece) {
   auto own = piece.defined() ? piece : run.arg(0).toTensor();
   for (int64_t i = 0; i < windows.ndim() && !piece.defined() && !is_empty(own); ++i) {
     const auto& along = windows.space[i];
@@ -394,7 +400,7 @@ at::Tensor bias_gradient(const Run& run, const Windows& windows, const at::Tenso
 // What the op gets along a cut dim to make the gradients of this rank's piece of the input, from the gradients of all results
 // that read it. The windows of these results may stick out of the piece: there the piece is padded, by torch, evenly on both
 // sides; then gradients of results that lie only in that padding are zeros.
-Native padded_piece(const Run& run, const Windows& windows, int64_t i, const Share& share) {
+NativeIntervals padded_piece(const KernelRun& run, const Windows& windows, int64_t i, const WindowShare& share) {
   const auto& taps = windows.space[i].taps;
   const auto &mine = share.makes, read = share.read();
   if (!windows.reversed) { // transposed: its results without padding are those read, but for what the bias alone needs
@@ -410,27 +416,27 @@ Native padded_piece(const Run& run, const Windows& windows, int64_t i, const Sha
   return {{read.start - before, padded.results(mine.length)}, mine};
 }
 
-bool wants(const Run& run, int64_t gradient) {
+bool wants(const KernelRun& run, int64_t gradient) {
   return run.arg(argument(run, "output_mask")).toBoolList()[gradient];
 }
 
 // From now on the op makes no gradient of the bias.
-void without_bias(const Run& run) {
+void without_bias(const KernelRun& run) {
   run.arg(argument(run, "output_mask")) = c10::List<bool>({wants(run, 0), wants(run, 1), false});
 }
 
-void backward_with_halo(Run& run, const Windows& windows, const at::Tensor& piece = {}) {
+void backward_with_halo(KernelRun& run, const Windows& windows, const at::Tensor& piece = {}) {
   const auto bias = wants(run, 2) ? bias_gradient(run, windows, piece) : at::Tensor();
   without_bias(run);
-  const auto each = [&](int64_t i, const Share& share) { return padded_piece(run, windows, i, share); };
-  run_windowed(run, windows, each, [](Run& run) {
+  const auto each = [&](int64_t i, const WindowShare& share) { return padded_piece(run, windows, i, share); };
+  run_windowed(run, windows, each, [](KernelRun& run) {
     const bool any = wants(run, 0) || wants(run, 1);
     any ? call_op_nonempty(run) : run.returns({at::Tensor(), at::Tensor(), at::Tensor()});
   });
   run.stack.back() = bias;
 }
 
-void replace_bias_sizes(const Run& run) {
+void replace_bias_sizes(const KernelRun& run) {
   auto& sizes = run.arg(argument(run, "bias_sizes"));
   if (!sizes.isNone()) {
     const auto channels = run.arg(0).toTensor().sym_size(1);
@@ -440,7 +446,7 @@ void replace_bias_sizes(const Run& run) {
 
 // The gradients from this rank's results alone. The contributions of other ranks' results are linear in those, and are added
 // later: to the input's gradient near the cuts, and to the weight's.
-void backward_piece_first(Run& run, const Solution::Halo& halo, const Windows& windows, const Split& split) {
+void backward_piece_first(KernelRun& run, const Solution::Halo& halo, const Windows& windows, const SplitConvolution& split) {
   const auto input = run.arg(1).toTensor();
   auto arriving = halo.fetch.start(run.arg(0).toTensor());
   replace_bias_sizes(run);
@@ -449,7 +455,7 @@ void backward_piece_first(Run& run, const Solution::Halo& halo, const Windows& w
   for (const auto& box : split.rest) {
     auto common = input; // of the input on this rank, what the results of the box read
     auto to = results[0].toTensor();
-    Refit padded, cropped;
+    CropOrPad padded, cropped;
     for (int64_t i = 0; i < windows.ndim() && !is_empty(common); ++i) { // with a stride, windows may leave out what lies between
       const auto share = share_of(run, windows, i);
       if (!share.cut) {
@@ -483,7 +489,7 @@ void backward_piece_first(Run& run, const Solution::Halo& halo, const Windows& w
 // Whether the pieces of the results' gradients fit the sums of the weight's and the bias's gradients: along mesh dims that are
 // summed over, each gradient is in one piece; along others it is in all. So a mesh dim must cut the pieces along the dim whose
 // factor it cuts, and channels alike. The answer is the same on all ranks.
-bool pieces_are_apart(const Run& run, const Windows& windows) {
+bool pieces_are_apart(const KernelRun& run, const Windows& windows) {
   const auto& grad = run.operands[0];
   const auto& layout = *grad.layout;
   const auto& bias = *run.solution.results[2].layout;
@@ -507,13 +513,13 @@ bool pieces_are_apart(const Run& run, const Windows& windows) {
   return true;
 }
 
-void convolution_backward_kernel(Run& run) {
+void convolution_backward_kernel(KernelRun& run) {
   const auto* halo = run.solution.halo(0);
   if (!halo) {
     replace_bias_sizes(run);
     return call_op_nonempty(run);
   }
-  const auto& windows = noted<Windows>(run.solution);
+  const auto& windows = kernel_data<Windows>(run.solution);
   if (!halo->awaits(run.arg(0).toTensor())) {
     return backward_with_halo(run, windows);
   }
@@ -558,7 +564,7 @@ Rule convolution_backward(const Call& call) {
     rule.results[1].sizes = weight.sym_sizes();
     rule.results[2].sizes = {grad.sym_size(1)};
   }
-  rule.notes = std::move(windows);
+  rule.kernel_data = std::move(windows);
   rule.linear_in({0});
   rule.always(convolution_backward_kernel);
   return rule;

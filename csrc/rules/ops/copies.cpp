@@ -1,6 +1,6 @@
 // Copies and factories: ops that keep any layout of their tensor.
-#include "rules/exact.h"
-#include "rules/pieces.h"
+#include "rules/exact_dtypes.h"
+#include "rules/kernel_utils.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
@@ -51,7 +51,7 @@ Rule like_self(const Call& call) {
 
 // Zeros for a tangent: the batch dims of the tangents, which the first operand has in front, and then all dims of the second
 // operand. No values are read.
-void zeros_like_second_kernel(Run& run) {
+void zeros_like_second_kernel(KernelRun& run) {
   const auto tangent = run.arg(0).toTensor(), other = run.arg(1).toTensor();
   auto sizes = tangent.sym_sizes().slice(0, run.arg(2).toInt()).vec();
   const auto sizes_of_other = other.sym_sizes();
@@ -106,7 +106,7 @@ Rule new_like(const Call& call) {
 }
 
 // The piece's dims have the order of the requested strides.
-void new_empty_strided_kernel(Run& run) {
+void new_empty_strided_kernel(KernelRun& run) {
   const auto sizes = run.arg(1).toSymIntVector();
   const auto strides = run.arg(2).toSymIntVector();
   Sizes order(sizes.size());
@@ -137,7 +137,7 @@ Rule zero(const Call& call) {
 
 // Asks this rank's piece and does not communicate, because the answer may differ between ranks.
 Rule of_piece(const Call& call) {
-  return unread(call, [](Run& run) { run.call_op(); });
+  return unread(call, [](KernelRun& run) { run.call_op(); });
 }
 
 } // namespace

@@ -1,9 +1,9 @@
 // Embeddings: if a table is sharded over its rows, each rank looks up its own rows, and the result holds summands.
-#include "redistribute/identity.h"
-#include "rules/pieces.h"
+#include "redistribute/neutral_value.h"
+#include "rules/kernel_utils.h"
 #include "rules/registry.h"
 
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "rules/solution.h"
 
 #include <ATen/ATen.h>
@@ -29,7 +29,7 @@ void check_bounds(const at::Tensor& indices, const c10::SymInt& rows) {
 }
 
 // Rows that this rank does not hold give zeros: the sum over the ranks is the lookup.
-void embedding_kernel(Run& run) {
+void embedding_kernel(KernelRun& run) {
   const auto weight = run.arg(0).toTensor();
   const auto indices = run.arg(1).toTensor();
   check_bounds(indices, run.operands[0].symbols[0]);
@@ -82,7 +82,7 @@ Rule embedding_dense_backward(const Call& call) {
 }
 
 // The gradient of this rank's rows of the result, from all indices.
-void table_backward_kernel(Run& run) {
+void table_backward_kernel(KernelRun& run) {
   const auto grad = run.arg(0).toTensor(), indices = run.arg(1).toTensor();
   const auto padding = run.arg(4).toInt();
   const auto held = mine(*run.solution.results[0].layout, 0, run.arg(3).toSymInt());
@@ -110,7 +110,7 @@ Rule table_backward(const Call& call) {
 }
 
 // Each rank renormalises the indexed rows that it holds; it needs all indices.
-void embedding_renorm_kernel(Run& run) {
+void embedding_renorm_kernel(KernelRun& run) {
   auto weight = run.arg(0).toTensor();
   need_values(weight, "embedding_renorm_ (an embedding with max_norm)");
   const auto indices = run.arg(1).toTensor().reshape(-1);
@@ -183,7 +183,7 @@ Rule embedding_bag_per_sample_weights_backward(const Call& call) {
 // ---- one_hot ----
 
 // If the number of classes must be inferred, it is inferred from all pieces.
-void one_hot_kernel(Run& run) {
+void one_hot_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   auto classes = run.arg(1).toInt();
   if (classes == -1) {

@@ -1,10 +1,10 @@
 // Reading and writing by index. If an indexed dim is sharded, every rank reads or writes only its own piece: a read gives
 // picked summands (one rank has the value, the others zeros), a write changes this rank's piece. The indices are then whole.
-#include "redistribute/identity.h"
-#include "rules/exact.h"
-#include "rules/in_order.h"
+#include "redistribute/neutral_value.h"
+#include "rules/exact_dtypes.h"
+#include "rules/in_place_operand.h"
+#include "rules/kernel_utils.h"
 #include "rules/ops/views.h"
-#include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/solution.h"
 
@@ -36,11 +36,11 @@ at::Scalar elsewhere(const at::Tensor& x) {
 }
 
 // Indices into the piece, and which of them are outside the piece; the latter are set to 0.
-struct Inside {
+struct LocalIndex {
   at::Tensor index, outside;
 };
 
-Inside inside(const at::Tensor& index, const SymInterval& piece) {
+LocalIndex inside(const at::Tensor& index, const SymInterval& piece) {
   const auto local = index - at::Scalar(piece.start);
   auto outside = local.lt(0).logical_or_(local.ge(at::Scalar(piece.length)));
   return {local.masked_fill(outside, 0), std::move(outside)};
@@ -65,7 +65,7 @@ at::Tensor nonempty(const at::Tensor& x, int64_t dim) {
 }
 
 // Cuts the spare rows off the result of a writing op.
-void returns_without_spare(Run& run, const at::Tensor& self) {
+void returns_without_spare(KernelRun& run, const at::Tensor& self) {
   auto out = run.stack.back().toTensor();
   for (int64_t d = 0; d < self.dim(); ++d) {
     out = run.operands[0].layout->shards(d) ? out.narrow_symint(d, 0, self.sym_size(d)) : out;
@@ -75,7 +75,7 @@ void returns_without_spare(Run& run, const at::Tensor& self) {
 
 // Runs a writing op (self, dim, index, ...) with that dim sharded: on the piece with a spare row, with local indices.
 template <bool negative>
-void write_kernel(Run& run) {
+void write_kernel(KernelRun& run) {
   const auto self = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), self.dim());
   run.arg(0) = with_spare_row(self, dim);
@@ -84,14 +84,14 @@ void write_kernel(Run& run) {
   returns_without_spare(run, self);
 }
 
-enum class Writes { Values, Sums, Others };
+enum class WriteKind { Values, Sums, Others };
 
 // Which summands pass an op that writes operand 2, if there is one, into operand 0.
-template <Writes writes>
+template <WriteKind writes>
 void let_pass(const Call& call, Rule& rule) {
-  if (rule.operands.size() > 2 && writes == Writes::Values) {
+  if (rule.operands.size() > 2 && writes == WriteKind::Values) {
     rule.passes_partial(0b101);
-  } else if (rule.operands.size() > 2 && writes == Writes::Sums) {
+  } else if (rule.operands.size() > 2 && writes == WriteKind::Sums) {
     rule.linear.push_back(adds(call, 0b101, call.tensors[0].dtype));
   }
 }
@@ -99,12 +99,12 @@ void let_pass(const Call& call, Rule& rule) {
 // ---- gather, scatter ----
 
 // Dims of self, index and (scatter) src other than `dim` share a factor if their sizes agree; else they stay whole.
-struct Aligned {
+struct AlignedDims {
   Dims self, index;
 };
 
-Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const TensorArg* src, int64_t dim, bool reads) {
-  Aligned out;
+AlignedDims align(Rule& rule, const TensorArg& self, const TensorArg& index, const TensorArg* src, int64_t dim, bool reads) {
+  AlignedDims out;
   const bool none = numel_of(index.sym_sizes()) == 0; // then it may have any size
   for (int64_t d = 0; d < self.dim(); ++d) {
     const auto at = d < index.dim() ? index.sym_size(d) : c10::SymInt(1);
@@ -130,7 +130,7 @@ Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const T
   return out;
 }
 
-void gather_kernel(Run& run) {
+void gather_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
   const auto at = inside(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], false), mine(run, 0, dim));
@@ -154,7 +154,7 @@ Rule gather(const Call& call) {
 }
 
 // self, dim, index, then src or a value.
-template <Writes writes>
+template <WriteKind writes>
 Rule scatter(const Call& call) {
   const auto& self = call.tensor(0);
   const auto& index = call.tensor(2);
@@ -177,7 +177,7 @@ Rule scatter(const Call& call) {
 
 // ---- index_select and the ops that write rows ----
 
-void index_select_kernel(Run& run) {
+void index_select_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
   const auto at = inside(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], false), mine(run, 0, dim));
@@ -205,7 +205,7 @@ Rule index_select(const Call& call) {
 }
 
 // self, dim, index, then a source with one row for each index, or a value.
-template <Writes writes>
+template <WriteKind writes>
 Rule write_rows(const Call& call) {
   const auto& self = call.tensor(0);
   const auto& index = call.tensor(2);
@@ -238,7 +238,7 @@ bool is_mask(at::ScalarType dtype) {
 }
 
 // Which dims of self the list of indices covers, and the position of their broadcast shape among the dims of the result.
-struct Indexing {
+struct AdvancedIndex {
   c10::SmallVector<int64_t, 4> dims; // per index tensor: the first dim of self that it covers
   uint64_t covered = 0;
   bool masks = false;
@@ -246,8 +246,8 @@ struct Indexing {
   int64_t at = 0;   // its position: that of the first covered dim if all are neighbours, else 0
 };
 
-Indexing read_indices(const Call& call, int64_t self_ndim) {
-  Indexing out;
+AdvancedIndex read_indices(const Call& call, int64_t self_ndim) {
+  AdvancedIndex out;
   int64_t dim = 0, next = 0;
   size_t i = 1;
   for (; i < call.tensors.size() && call.tensors[i].arg == 1; ++i) {
@@ -273,7 +273,7 @@ Indexing read_indices(const Call& call, int64_t self_ndim) {
 }
 
 // Notes `how`.
-Rule indexed_rule(const Call& call, const Indexing& how, bool reads, Dims& shape) {
+Rule indexed_rule(const Call& call, const AdvancedIndex& how, bool reads, Dims& shape) {
   Rule rule;
   const auto& x = call.tensors[0];
   Dims in;
@@ -300,13 +300,13 @@ Rule indexed_rule(const Call& call, const Indexing& how, bool reads, Dims& shape
       shape.push_back(in[d]);
     }
   }
-  rule.notes = how;
+  rule.kernel_data = how;
   return rule;
 }
 
 // The index tensors of argument 1, each turned by `f(index, self dim, position)`.
 template <typename F>
-c10::List<std::optional<at::Tensor>> turn_indices(Run& run, F f) {
+c10::List<std::optional<at::Tensor>> turn_indices(KernelRun& run, F f) {
   const auto given = run.arg(1).toListRef();
   c10::List<std::optional<at::Tensor>> out;
   size_t i = 0;
@@ -315,13 +315,13 @@ c10::List<std::optional<at::Tensor>> turn_indices(Run& run, F f) {
       out.push_back(std::nullopt);
       continue;
     }
-    out.push_back(f(v.toTensor(), noted<Indexing>(run.solution).dims[i]));
+    out.push_back(f(v.toTensor(), kernel_data<AdvancedIndex>(run.solution).dims[i]));
     ++i;
   }
   return out;
 }
 
-void index_kernel(Run& run) {
+void index_kernel(KernelRun& run) {
   auto x = run.arg(0).toTensor();
   const auto& base = run.operands[0];
   at::Tensor outside;
@@ -335,7 +335,7 @@ void index_kernel(Run& run) {
     return in.index;
   });
   auto out = at::index(x, indices);
-  const auto& how = noted<Indexing>(run.solution);
+  const auto& how = kernel_data<AdvancedIndex>(run.solution);
   auto shape = outside.sym_sizes().vec();
   shape.insert(shape.end(), out.dim() - how.at - how.ndim, 1);
   run.returns({out.masked_fill_(outside.view_symint(shape), elsewhere(x))});
@@ -351,7 +351,7 @@ Rule index(const Call& call) {
   return rule;
 }
 
-void index_put_kernel(Run& run) {
+void index_put_kernel(KernelRun& run) {
   const auto self = run.arg(0).toTensor();
   const auto& base = run.operands[0];
   auto padded = self;
@@ -370,7 +370,7 @@ void index_put_kernel(Run& run) {
 }
 
 // x[mask] = number: elementwise.
-std::optional<Rule> masked_number(const Call& call, const Indexing& how) {
+std::optional<Rule> masked_number(const Call& call, const AdvancedIndex& how) {
   const auto& x = call.tensors[0];
   if (call.tensors.size() != 3 || !is_mask(call.tensors[1].dtype) || call.tensors[1].dim() != x.dim() ||
       numel_of(call.tensors[2].sym_sizes()) != 1 || how.dims.size() != 1) {
@@ -387,7 +387,7 @@ std::optional<Rule> masked_number(const Call& call, const Indexing& how) {
 
 // In a graph, compares the values' sizes with the indices'. Torch does so only in the backward, and if that makes a number of a
 // symbol, all sizes become numbers.
-void guard_values(const Call& call, const Indexing& how, int64_t ndim) {
+void guard_values(const Call& call, const AdvancedIndex& how, int64_t ndim) {
   const auto& values = call.tensors.back();
   for (int64_t d = 0; d < values.dim() && values.has_symbols() && !how.masks; ++d) {
     const auto at = d + ndim - values.dim() - how.at;
@@ -443,20 +443,20 @@ Rule take(const Call& call) {
 
 Rule masked_scatter_in_place(const Call& call) {
   auto rule = replicate(call);
-  rule.notes = ReadsAsItWrites{call.operand(2)};
+  rule.kernel_data = InPlaceOperand{call.operand(2)};
   return rule;
 }
 
 // ---- triangles ----
 
 // The whole's diagonal 0 is this one of the piece.
-c10::SymInt main_diagonal(const Run& run) {
+c10::SymInt main_diagonal(const KernelRun& run) {
   const auto n = run.operands[0].dim();
   return plus(mine(run, 0, n - 2).start, -mine(run, 0, n - 1).start);
 }
 
 template <bool lower>
-void triangle_kernel(Run& run) {
+void triangle_kernel(KernelRun& run) {
   const auto diagonal = main_diagonal(run) + run.arg(1).toInt();
   if (const auto number = diagonal.maybe_as_int()) {
     run.arg(1) = *number;
@@ -488,7 +488,7 @@ Rule triangle(const Call& call) {
   return rule;
 }
 
-void trace_kernel(Run& run) {
+void trace_kernel(KernelRun& run) {
   run.returns({diagonal_at(run.arg(0).toTensor(), main_diagonal(run), 0, 1).sum()});
 }
 
@@ -552,8 +552,8 @@ void register_indexing(Registry& r) {
   r.add("indexing", {"combinations"}, kAsOtherOps, {.autograd = formulas::combinations});
   r.add("indexing", {"fill_diagonal_"}, kAsOtherOps, {.autograd = formulas::fill_diagonal_});
   r.add("indexing", {"gather"}, gather, symbols);
-  r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>, symbols);
-  r.add("indexing", {"index_copy", "index_copy_"}, write_rows<Writes::Values>, symbols);
+  r.add("indexing", {"index_add", "index_add_"}, write_rows<WriteKind::Sums>, symbols);
+  r.add("indexing", {"index_copy", "index_copy_"}, write_rows<WriteKind::Values>, symbols);
   r.add(
       "indexing",
       {
@@ -564,7 +564,7 @@ void register_indexing(Registry& r) {
           "index_reduce",
           "index_reduce_",
       },
-      write_rows<Writes::Others>, symbols);
+      write_rows<WriteKind::Others>, symbols);
   r.add("indexing", {"index_select"}, index_select, symbols);
   // The ranks must agree on the result's size, so all need all values.
   r.add(
@@ -581,8 +581,8 @@ void register_indexing(Registry& r) {
       replicate);
   r.add("indexing", {"masked_scatter_"}, masked_scatter_in_place, {.whole = true});
   r.add("indexing", {"masked_scatter_backward"}, replicate, symbols);
-  r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>, symbols);
-  r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>, symbols);
+  r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<WriteKind::Values>, symbols);
+  r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<WriteKind::Sums>, symbols);
   r.add(
       "indexing",
       {
@@ -595,7 +595,7 @@ void register_indexing(Registry& r) {
           "scatter_reduce.two",
           "scatter_reduce_.two",
       },
-      scatter<Writes::Others>, symbols);
+      scatter<WriteKind::Others>, symbols);
   r.add("indexing", {"take"}, take);
   r.add("indexing", {"tensor_split.tensor_indices_or_sections"}, kAsOtherOps, {.autograd = formulas::tensor_split});
   r.add("indexing", {"trace"}, trace, {.symbols = true});

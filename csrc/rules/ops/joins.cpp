@@ -1,8 +1,8 @@
 // Cat, stack and similar ops: several operands become one, or one is repeated.
 // Along a sharded dim each operand of cat is a window of the result: pieces stay on their ranks if their order allows it.
-#include "rules/empties.h"
-#include "rules/exact.h"
-#include "rules/pieces.h"
+#include "rules/exact_dtypes.h"
+#include "rules/kernel_utils.h"
+#include "rules/pad_empty.h"
 #include "rules/registry.h"
 #include "rules/solution.h"
 

@@ -68,7 +68,7 @@ Rule solve_triangular(const Call& call) {
 
 // torch treats B as a batch of vectors if its sizes are A's without the last dim. A piece of A might match a matrix B by
 // accident; one more dim prevents that.
-void solve_matrix_kernel(Run& run) {
+void solve_matrix_kernel(KernelRun& run) {
   run.arg(1) = run.arg(1).toTensor().unsqueeze(0);
   run.call_op();
 }

@@ -1,7 +1,7 @@
 // foreach and fused optimizer ops: lists of tensors. Each index is one elementwise op, resolved by the rule of that op.
 // dispatch/lists.cpp runs them: one call on the lists of local tensors.
 #include "comm/comm.h"
-#include "redistribute/identity.h"
+#include "redistribute/neutral_value.h"
 #include "rules/registry.h"
 #include "tensor/shard_tensor.h"
 #include "tensor/versions.h"
@@ -30,7 +30,7 @@ constexpr std::array<const char*, 45> kFamilies = {
 constexpr std::array<const char*, 6> kOverloads = {"", "List", "Scalar", "ScalarAndTensor", "ScalarList", "Tensor"};
 
 // Each norm stays Partial. The op itself rejects some norms of an empty piece.
-void norm_of_nothing(Run& run) {
+void norm_of_nothing(KernelRun& run) {
   const auto x = run.arg(0).toTensorList().get(0);
   const auto dtype = run.arg(2).isNone() ? x.scalar_type() : run.arg(2).toScalarType();
   const double nothing = run.arg(1).toScalar().toDouble() < 0 ? std::numeric_limits<double>::infinity() : 0.0;
@@ -44,13 +44,13 @@ Rule norms(const Call& call) {
 }
 
 // The op refuses an empty piece.
-void max_of_nothing(Run& run) {
+void max_of_nothing(KernelRun& run) {
   const auto x = run.arg(0).toTensorList().get(0);
   const auto sizes = run.operands[0].symbols;
   if (std::any_of(sizes.begin(), sizes.end(), [](const auto& n) { return n == 0; })) {
     return run.call_op(); // the whole is empty: torch's error
   }
-  run.returns({c10::List<at::Tensor>({at::full({}, identity(ReduceOp::Max, x.scalar_type()), x.options())})});
+  run.returns({c10::List<at::Tensor>({at::full({}, neutral_value(ReduceOp::Max, x.scalar_type()), x.options())})});
 }
 
 Rule maxima(const Call& call) {

@@ -1,8 +1,8 @@
 // Losses. A mean divides by the global count, so uneven pieces are right. nll_loss looks up sharded classes without a gather.
 #include "rules/registry.h"
 
-#include "comm/values.h"
-#include "rules/pieces.h"
+#include "comm/tensor_kind.h"
+#include "rules/kernel_utils.h"
 #include "rules/windows.h"
 
 #include <ATen/ATen.h>
@@ -27,7 +27,7 @@ std::optional<ReduceOp> summed(bool none) {
 // ---- losses that are a sum over elements or samples ----
 
 // The number of terms that a mean divides by: elements, or samples if each sample gives one term.
-c10::SymInt terms(const Run& run, bool per_sample) {
+c10::SymInt terms(const KernelRun& run, bool per_sample) {
   const auto first = argument(run, "self"); // in a backward, self and target follow grad_output
   const auto self = run.operands[first].symbols;
   if (per_sample) {
@@ -37,7 +37,7 @@ c10::SymInt terms(const Run& run, bool per_sample) {
 }
 
 // Some of torch's kernels do not write the result if there are no samples.
-void sum_kernel(Run& run) {
+void sum_kernel(KernelRun& run) {
   const bool empty = run.arg(argument(run, "self")).toTensor().sym_numel() == 0;
   const auto returned = run.op.schema().returns().size();
   run.call_op();
@@ -50,7 +50,7 @@ void sum_kernel(Run& run) {
 // A mean over pieces of any size: the local sum divided by the global count. Backward: the gradient of the sum, divided by it
 // too.
 template <bool per_sample>
-void mean_loss_kernel(Run& run) {
+void mean_loss_kernel(KernelRun& run) {
   const auto count = terms(run, per_sample);
   run.arg(argument(run, "reduction")) = static_cast<int64_t>(at::Reduction::Sum);
   const auto returned = run.op.schema().returns().size();
@@ -170,13 +170,13 @@ Nll nll_dims(Rule& rule, int64_t ndim, const Factor& batch) {
 
 // The classes that a rank holds, and the targets counted from its first class. Targets of other ranks' classes become -1, which
 // the kernel ignores.
-struct Lookup {
+struct LocalTarget {
   SymInterval held;
   at::Tensor target;
 };
 constexpr int64_t kElsewhere = -1;
 
-Lookup localize(const Run& run, size_t self, const at::Tensor& given, int64_t ignore_index) {
+LocalTarget localize(const KernelRun& run, size_t self, const at::Tensor& given, int64_t ignore_index) {
   const auto target = given.to(at::kLong);
   const auto class_dim = run.operands[self].dim() > 1 ? 1 : 0;
   const at::Scalar classes(run.operands[self].symbols[class_dim]);
@@ -195,18 +195,18 @@ Lookup localize(const Run& run, size_t self, const at::Tensor& given, int64_t ig
 }
 
 // The factor of the classes.
-struct Classes {
+struct ClassesFactor {
   int64_t factor;
 };
 
-void nll_forward(Run& run) {
+void nll_forward(KernelRun& run) {
   const auto self = run.arg(0).toTensor();
   const auto reduction = run.arg(3).toInt();
   if (reduction == at::Reduction::Mean) {
     run.arg(3) = static_cast<int64_t>(at::Reduction::Sum);
   }
   at::Tensor output, total = at::zeros({}, self.options());
-  if (run.mesh_dims(noted<Classes>(run.solution).factor)) {
+  if (run.mesh_dims(kernel_data<ClassesFactor>(run.solution).factor)) {
     const auto lookup = localize(run, 0, run.arg(1).toTensor(), run.arg(4).toInt());
     run.arg(1) = lookup.target;
     run.arg(4) = kElsewhere;
@@ -243,11 +243,11 @@ Rule nll(const Call& call) {
     rule.results[1].reduce.emplace(std::nullopt); // gathered, or not used
   }
   rule.always(nll_forward);
-  rule.notes = Classes{dims.classes[0].factor};
+  rule.kernel_data = ClassesFactor{dims.classes[0].factor};
   return rule;
 }
 
-void nll_backward(Run& run) {
+void nll_backward(KernelRun& run) {
   const auto lookup = localize(run, 1, run.arg(2).toTensor(), run.arg(5).toInt());
   if (lookup.held.length == 0) {
     return run.returns({at::empty_like(run.arg(1).toTensor())});
@@ -320,7 +320,7 @@ at::Tensor ctc_reduced(const at::Tensor& losses, const c10::IValue& lengths, int
   return losses.div(counts.clamp_min(1)).sum().div(n);
 }
 
-void ctc_kernel(Run& run) {
+void ctc_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor(), targets = run.arg(1).toTensor();
   const auto sizes = run.operands[0].sizes();
   const auto blank = run.arg(4).toInt(), reduction = run.arg(5).toInt();

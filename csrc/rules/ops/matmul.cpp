@@ -1,5 +1,5 @@
 // Matrix products: factors as in einsum. If the contracted factor is sharded, results hold summands.
-#include "rules/pieces.h"
+#include "rules/kernel_utils.h"
 #include "rules/registry.h"
 #include "rules/solution.h"
 
@@ -65,7 +65,7 @@ constexpr char kOuter[] = "i,j->ij";
 constexpr char kAddbmm[] = "bik,bkj->ij";
 
 // torch's addmv returns the shape of a broadcast self if the contracted dim is empty; a piece may be empty.
-void addmv_kernel(Run& run) {
+void addmv_kernel(KernelRun& run) {
   run.arg(0) = run.arg(0).toTensor().expand({run.arg(1).toTensor().size(0)});
   run.call_op();
 }
@@ -89,14 +89,14 @@ Rule addmm_activation(const Call& call) {
 
 // ---- matmul: [..., n, k] x [..., k, m], either one without its n or m, batch dims broadcast ----
 
-struct Matmul {
+struct MatmulDims {
   Dims self, other, out;
 };
 
 // Every factor may be summed over, because in the gradients each factor is missing from some result.
-Matmul matmul_dims(const TensorArg& a, const TensorArg& b, Rule& rule) {
+MatmulDims matmul_dims(const TensorArg& a, const TensorArg& b, Rule& rule) {
   const auto factor = [&] { return rule.reduced(ReduceOp::Sum); };
-  Matmul m;
+  MatmulDims m;
   const auto batch_a = std::max<int64_t>(a.dim() - 2, 0), batch_b = std::max<int64_t>(b.dim() - 2, 0);
   const auto batch = std::max(batch_a, batch_b);
   for (int64_t d = 0; d < batch; ++d) {
@@ -152,7 +152,7 @@ at::Tensor times(const at::Tensor& left, const at::Tensor& right, c10::IntArrayR
 }
 
 // The gradients of this rank's pieces. torch has no kernel of its own for strided tensors.
-void matmul_backward_kernel(Run& run) {
+void matmul_backward_kernel(KernelRun& run) {
   const auto grad = run.arg(0).toTensor(), self = run.arg(1).toTensor(), other = run.arg(2).toTensor();
   const auto mask = run.arg(3).toBoolList();
   const auto a = self.dim() == 1 ? self.unsqueeze(0) : self;
@@ -185,8 +185,8 @@ Rule matmul_backward(const Call& call) {
 // ---- linear: x [..., k], weight [o, k] or [k], bias [o] ----
 
 // If the contracted factor is sharded, one rank along it adds the bias.
-void linear_kernel(Run& run) {
-  add_bias_once(run, 2, noted<Contracted>(run.solution).factor);
+void linear_kernel(KernelRun& run) {
+  add_bias_once(run, 2, kernel_data<ContractedFactor>(run.solution).factor);
   run.call_op();
 }
 
@@ -212,7 +212,7 @@ Rule linear(const Call& call) {
     }
     rule.operands.emplace_back(to.of(call.tensors[2], call.tensors[2].dim()));
     rule.kernel = linear_kernel;
-    rule.notes = Contracted{k};
+    rule.kernel_data = ContractedFactor{k};
     bias = 0b100;
   }
   rule.results.emplace_back(out);
@@ -221,7 +221,7 @@ Rule linear(const Call& call) {
   return rule;
 }
 
-void linear_backward_kernel(Run& run) {
+void linear_backward_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor(), grad = run.arg(1).toTensor(), weight = run.arg(2).toTensor();
   const auto mask = run.arg(3).toBoolList();
   const auto rows = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));

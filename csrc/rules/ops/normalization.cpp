@@ -1,7 +1,7 @@
 // Normalisation: the dims that share statistics are factors with a kernel, which sums over the ranks; other dims may be cut.
 // Only sums are sent: two small all-reduces forward, one backward.
 #include "comm/comm.h"
-#include "rules/pieces.h"
+#include "rules/kernel_utils.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
@@ -16,7 +16,7 @@ using c10::IValue;
 // ---- what all norms share ----
 
 // A group of `count` values that share statistics: those along `dims`, on every rank along the mesh dims `over`.
-struct Group {
+struct StatsGroup {
   std::vector<int64_t> dims;
   uint64_t over;
   c10::SymFloat count;
@@ -31,11 +31,11 @@ struct Group {
 };
 
 // In two passes: the difference of two large sums would lose all digits.
-struct Normalized {
+struct NormOutputs {
   at::Tensor mean, variance, rstd, value;
 };
-Normalized normalize(const at::Tensor& x, const Group& group, double eps) {
-  Normalized n;
+NormOutputs normalize(const at::Tensor& x, const StatsGroup& group, double eps) {
+  NormOutputs n;
   n.mean = group.mean(x);
   const auto centered = x - n.mean;
   n.variance = group.mean(centered.square());
@@ -46,7 +46,7 @@ Normalized normalize(const at::Tensor& x, const Group& group, double eps) {
 
 // The gradient of x from that of the normalised value; `centered`: the mean was subtracted.
 at::Tensor normalize_backward(
-    const at::Tensor& grad, const at::Tensor& value, const at::Tensor& rstd, const Group& group, bool centered) {
+    const at::Tensor& grad, const at::Tensor& value, const at::Tensor& rstd, const StatsGroup& group, bool centered) {
   if (!centered) {
     return rstd * (grad - value * group.mean(grad * value));
   }
@@ -66,7 +66,7 @@ at::ScalarType statistics_type(const at::Tensor& x, const at::Tensor& weight) {
 
 // A call's arguments by name.
 struct Arguments {
-  const Run& run;
+  const KernelRun& run;
 
   const IValue& operator[](const char* name) const {
     return run.arg(argument(run, name));
@@ -122,7 +122,7 @@ void add_results(const Call& call, Rule& rule, const NormDims& dims, const Dims&
 }
 
 // The kernels assume contiguous inputs. Their caller has made the whole contiguous, but a piece need not be.
-void call_in_order(Run& run, at::MemoryFormat format) {
+void call_in_order(KernelRun& run, at::MemoryFormat format) {
   const auto ndim = Arguments{run}.tensor("input").dim();
   const auto& arguments = run.op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -152,19 +152,19 @@ NormDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch)
       out.weight.push_back(out.full.back());
     }
   }
-  rule.notes = Axis{axis};
+  rule.kernel_data = Axis{axis};
   add_operands(call, rule, out);
   return out;
 }
 
-Group layer_group(const Run& run, const at::Tensor& x, const Run::At& at) {
-  const auto axis = noted<Axis>(run.solution).first;
+StatsGroup layer_group(const KernelRun& run, const at::Tensor& x, const KernelRun::OperandInfo& at) {
+  const auto axis = kernel_data<Axis>(run.solution).first;
   const auto shape = guarded(Arguments{run}["normalized_shape"].toSymIntVector());
   const auto sizes = guarded(at.symbols.slice(axis));
   TORCH_CHECK(
       sizes == shape, "Given normalized_shape=", c10::IntArrayRef(shape),
       ", expected input whose last dims have these sizes, but got input of size", at.symbols);
-  Group group{{}, 0, static_cast<double>(c10::multiply_integers(sizes)), run.mesh()};
+  StatsGroup group{{}, 0, static_cast<double>(c10::multiply_integers(sizes)), run.mesh()};
   for (int64_t d = axis; d < x.dim(); ++d) {
     group.dims.push_back(d);
     group.over |= run.mesh_dims(d); // factor d is dim d's
@@ -172,8 +172,8 @@ Group layer_group(const Run& run, const at::Tensor& x, const Run::At& at) {
   return group;
 }
 
-std::vector<int64_t> batch_dims(const Run& run) {
-  std::vector<int64_t> dims(noted<Axis>(run.solution).first);
+std::vector<int64_t> batch_dims(const KernelRun& run) {
+  std::vector<int64_t> dims(kernel_data<Axis>(run.solution).first);
   for (size_t d = 0; d < dims.size(); ++d) {
     dims[d] = static_cast<int64_t>(d);
   }
@@ -188,7 +188,7 @@ const at::Tensor& unchanged(const at::Tensor& t) {
   return t;
 }
 
-void layer_norm_kernel(Run& run) {
+void layer_norm_kernel(KernelRun& run) {
   const Arguments args{run};
   const auto input = args.tensor("input");
   const auto n = normalize(wide(input), layer_group(run, input, run.operands[0]), args["eps"].toDouble());
@@ -209,7 +209,7 @@ double default_eps(at::ScalarType type) {
   }
 }
 
-void rms_norm_kernel(Run& run) {
+void rms_norm_kernel(KernelRun& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), x = wide(input);
   const auto eps = args["eps"].isNone() ? default_eps(input.scalar_type()) : args["eps"].toDouble();
@@ -228,7 +228,7 @@ Rule layer_norm(const Call& call) {
 
 // For layer_norm, and for rms_norm, which subtracts no mean and has no bias.
 template <bool centered>
-void layer_norm_backward_kernel(Run& run) {
+void layer_norm_backward_kernel(KernelRun& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
   const auto rstd = wide(args.tensor("rstd")), grad = wide(args.tensor("grad_out")), x = wide(input);
@@ -275,7 +275,7 @@ NormDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summed
   out.statistics = {Dim(n), Dim(g)};
   const auto space = fresh_dims(rule, input.dim() - 2, {.kernel = true, .reduce = summed});
   out.full.append(space.begin(), space.end());
-  rule.notes = GroupChannels{input.sym_size(1) / groups};
+  rule.kernel_data = GroupChannels{input.sym_size(1) / groups};
   add_operands(call, rule, out);
   return out;
 }
@@ -283,7 +283,7 @@ NormDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summed
 // This rank's piece as [n, groups, channels of a group, space], and the group of values that share statistics.
 struct GroupPiece {
   SymSizes sizes;
-  Group group;
+  StatsGroup group;
   bool by_hand; // the op cannot be used: space is sharded, or the piece is empty
 
   at::Tensor split(const at::Tensor& t) const {
@@ -294,8 +294,8 @@ struct GroupPiece {
     return t.reshape_symint({1, sizes[1], sizes[2], 1});
   }
 };
-GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::SymIntArrayRef whole) {
-  const auto& channels = noted<GroupChannels>(run.solution).count;
+GroupPiece group_piece(const KernelRun& run, const at::Tensor& x, c10::SymIntArrayRef whole) {
+  const auto& channels = kernel_data<GroupChannels>(run.solution).count;
   uint64_t over = 0;
   for (int64_t d = 2; d < x.dim(); ++d) {
     over |= run.mesh_dims(d); // factor d is dim d's
@@ -307,7 +307,7 @@ GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::SymIntArrayRef 
 }
 
 // The op also takes sizes as arguments; these must be those of this rank's piece.
-void call_group_op(Run& run, const GroupPiece& piece) {
+void call_group_op(KernelRun& run, const GroupPiece& piece) {
   const auto set = [&](const char* name, const c10::SymInt& value) { run.arg(argument(run, name)) = value; };
   set("N", piece.sizes[0]);
   set("C", piece.sizes[1] * piece.sizes[2]);
@@ -317,7 +317,7 @@ void call_group_op(Run& run, const GroupPiece& piece) {
   call_in_order(run, input.is_cpu() ? input.suggest_memory_format() : at::MemoryFormat::Contiguous);
 }
 
-void group_norm_kernel(Run& run) {
+void group_norm_kernel(KernelRun& run) {
   const Arguments args{run};
   const auto input = args.tensor("input");
   const auto piece = group_piece(run, input, run.operands[0].symbols);
@@ -342,7 +342,7 @@ Rule group_norm(const Call& call) {
   return rule;
 }
 
-void group_norm_backward_kernel(Run& run) {
+void group_norm_backward_kernel(KernelRun& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight");
   const auto piece = group_piece(run, input, run.operands[1].symbols);
@@ -397,8 +397,8 @@ NormDims batch_norm_dims(const Call& call, Rule& rule, bool training, std::optio
   return out;
 }
 
-Group batch_group(const Run& run, const at::Tensor& x, c10::SymIntArrayRef whole) {
-  Group group{{}, 0, c10::SymFloat(numel_of(whole)) / c10::SymFloat(whole[1]), run.mesh()};
+StatsGroup batch_group(const KernelRun& run, const at::Tensor& x, c10::SymIntArrayRef whole) {
+  StatsGroup group{{}, 0, c10::SymFloat(numel_of(whole)) / c10::SymFloat(whole[1]), run.mesh()};
   for (int64_t d = 0; d < x.dim(); ++d) {
     if (d != 1) {
       group.dims.push_back(d);
@@ -431,7 +431,7 @@ bool is_training(const Arguments& args) {
 }
 
 // torch's kernels reject empty pieces.
-void batch_norm_kernel(Run& run) {
+void batch_norm_kernel(KernelRun& run) {
   const Arguments args{run};
   const auto input = args.tensor("input");
   const auto group = batch_group(run, input, run.operands[0].symbols);
@@ -470,13 +470,13 @@ Rule batch_norm(const Call& call) {
     rule.results[i].reduce = std::optional<ReduceOp>(); // whole
   }
   if (const auto& x = call.tensors[0]; call.mesh.description().device_type == "cpu" && !x.has_symbols()) {
-    rule.results[0].order = channels_last_order(x).value_or(Order()); // torch's meta kernel keeps any order
+    rule.results[0].order = channels_last_order(x).value_or(DimOrder()); // torch's meta kernel keeps any order
   }
   rule.always(batch_norm_kernel);
   return rule;
 }
 
-void batch_norm_backward_kernel(Run& run) {
+void batch_norm_backward_kernel(KernelRun& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight");
   const auto grad = wide(args.either("grad_out", "grad_output").toTensor());

@@ -1,8 +1,8 @@
 // Padding, along any dim. With a number, each piece adds its share. With the border's values, each piece reads the indices that
 // its results show.
-#include "rules/empties.h"
-#include "rules/exact.h"
-#include "rules/pieces.h"
+#include "rules/exact_dtypes.h"
+#include "rules/kernel_utils.h"
+#include "rules/pad_empty.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
 
@@ -14,12 +14,12 @@ namespace shardtensor::rules {
 
 namespace {
 
-struct Padded {
+struct PaddedSizes {
   SymSizes sizes; // of the result
 };
 
 // Every piece adds its share of the padding.
-void pad_kernel(Run& run) {
+void pad_kernel(KernelRun& run) {
   auto pad = run.arg(1).toSymIntVector();
   const auto n = static_cast<int64_t>(run.operands[0].dim());
   const auto& to = *run.solution.results[0].layout;
@@ -28,7 +28,7 @@ void pad_kernel(Run& run) {
     if (!to.shards(d)) {
       continue;
     }
-    const auto held = mine(run, 0, d), made = mine(to, d, noted<Padded>(run.solution).sizes[d]);
+    const auto held = mine(run, 0, d), made = mine(to, d, kernel_data<PaddedSizes>(run.solution).sizes[d]);
     const auto shift = plus(plus(pad[2 * i], held.start), -made.start);
     // If both pieces have elements, their offsets decide; an empty piece has no place.
     const auto before = made.length == 0       ? -held.length
@@ -82,7 +82,7 @@ Rule constant_pad(const Call& call) {
       out.back().window = Dim::SymWindow{before < 0 ? -before : c10::SymInt(0), 1, sizes[d]};
     }
   }
-  rule.notes = Padded{sizes};
+  rule.kernel_data = PaddedSizes{sizes};
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), std::move(sizes));
   rule.kernel = pad_kernel;
@@ -103,7 +103,7 @@ int64_t& after(std::vector<int64_t>& pad, int64_t i) {
 }
 
 // Nothing if space is not cut, if torch refuses the padding, or if some of it is negative.
-template <Beyond beyond>
+template <PaddingMode beyond>
 std::optional<Windows> border_of(const Call& call, const TensorArg& input, int64_t space) {
   if (input.dim() < space || !cut_in_space(call, space)) {
     return std::nullopt;
@@ -117,7 +117,7 @@ std::optional<Windows> border_of(const Call& call, const TensorArg& input, int64
   border.lead = input.dim() - space;
   for (int64_t i = 0; i < space; ++i) {
     const auto size = input.size(border.lead + i), more = before(pad, i), behind = after(pad, i);
-    if (more < 0 || behind < 0 || size < 1 || (beyond == Beyond::Reflect && (more >= size || behind >= size))) {
+    if (more < 0 || behind < 0 || size < 1 || (beyond == PaddingMode::Reflect && (more >= size || behind >= size))) {
       return std::nullopt;
     }
     border.space.push_back({size, more + size + behind, {1, 1, -more, -more, beyond}});
@@ -126,15 +126,15 @@ std::optional<Windows> border_of(const Call& call, const TensorArg& input, int64
 }
 
 // Which index of the input each of these results has, as source() in layout/reach.h.
-at::Tensor sources(const Windows::Along& along, const Interval& results, const at::Device& device) {
+at::Tensor sources(const Windows::WindowedDim& along, const Interval& results, const at::Device& device) {
   const auto at = at::arange(results.start, results.start + results.length, at::TensorOptions(at::kLong).device(device));
   const auto e = at.add(along.reach.first);
   const auto last = along.size - 1;
-  return along.reach.beyond == Beyond::Replicate ? e.clamp(0, last) : e.abs().sub(last).abs().neg().add(last);
+  return along.reach.beyond == PaddingMode::Replicate ? e.clamp(0, last) : e.abs().sub(last).abs().neg().add(last);
 }
 
 // The results along a dim, of what this rank reads.
-at::Tensor with_border(const at::Tensor& x, int64_t dim, const Windows::Along& along, const Share& share) {
+at::Tensor with_border(const at::Tensor& x, int64_t dim, const Windows::WindowedDim& along, const WindowShare& share) {
   const auto start = share.makes.start + along.reach.first;
   if (start >= 0 && start + share.makes.length <= along.size) {
     return x;
@@ -143,7 +143,7 @@ at::Tensor with_border(const at::Tensor& x, int64_t dim, const Windows::Along& a
 }
 
 // Adds the gradients of all results that show an index of this rank's piece.
-at::Tensor added_to_shown(const at::Tensor& grad, int64_t dim, const Windows::Along& along, const Share& share) {
+at::Tensor added_to_shown(const at::Tensor& grad, int64_t dim, const Windows::WindowedDim& along, const WindowShare& share) {
   const auto& mine = share.makes;
   const auto at = sources(along, share.read(), grad.device()).sub(mine.start);
   std::vector<int64_t> shape(grad.dim(), 1);
@@ -156,21 +156,21 @@ at::Tensor added_to_shown(const at::Tensor& grad, int64_t dim, const Windows::Al
 }
 
 // Along a cut dim, the results or gradients are made here. The other dims are left to torch's op, if any are padded.
-void border_kernel(Run& run) {
+void border_kernel(KernelRun& run) {
   if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
   }
-  const auto& border = noted<Windows>(run.solution);
-  const auto make = [&](int64_t i, const Share& share) {
+  const auto& border = kernel_data<Windows>(run.solution);
+  const auto make = [&](int64_t i, const WindowShare& share) {
     auto& list = run.arg(argument(run, "padding"));
     const auto given = guarded(list.toSymIntVector());
     std::vector<int64_t> pad(given.begin(), given.end());
     before(pad, i) = after(pad, i) = 0;
     list = std::move(pad);
     run.arg(0) = (border.reversed ? added_to_shown : with_border)(run.arg(0).toTensor(), border.lead + i, border.space[i], share);
-    return Native{share.read(), share.makes};
+    return NativeIntervals{share.read(), share.makes};
   };
-  run_windowed(run, border, make, [](Run& run) {
+  run_windowed(run, border, make, [](KernelRun& run) {
     const auto pad = run.arg(argument(run, "padding")).toIntVector();
     const bool rest = std::any_of(pad.begin(), pad.end(), [](int64_t n) { return n != 0; });
     rest ? run.call_op() : run.returns({run.arg(0)});
@@ -186,7 +186,7 @@ void check_not_empty(const TensorArg& input, int64_t space) {
   }
 }
 
-template <Beyond beyond, bool backward>
+template <PaddingMode beyond, bool backward>
 Rule border_pad(const Call& call) {
   const auto space = space_of(call.schema);
   auto rule = planes(call, std::min<int64_t>(space, call.tensors[0].dim()));
@@ -203,7 +203,7 @@ Rule border_pad(const Call& call) {
     border->reversed = border->backward = backward;
     read_through(rule, *border, input.sym_sizes());
     rule.operands[0].padding = std::nullopt;
-    rule.notes = *border;
+    rule.kernel_data = *border;
     rule.kernel = border_kernel;
   }
   return rule;
@@ -215,15 +215,17 @@ void register_padding(Registry& r) {
   const Options symbols{.symbols = true}, backward{.autograd = formulas::through_windows, .symbols = true};
   r.add("padding", {"_pad_circular"}, kAsOtherOps, {.autograd = formulas::pad_circular});
   r.add("padding", {"constant_pad_nd"}, constant_pad, symbols);
-  r.add("padding", {"reflection_pad1d", "reflection_pad2d", "reflection_pad3d"}, border_pad<Beyond::Reflect, false>, symbols);
+  r.add(
+      "padding", {"reflection_pad1d", "reflection_pad2d", "reflection_pad3d"}, border_pad<PaddingMode::Reflect, false>, symbols);
   r.add(
       "padding", {"reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward"},
-      border_pad<Beyond::Reflect, true>, backward);
+      border_pad<PaddingMode::Reflect, true>, backward);
   r.add(
-      "padding", {"replication_pad1d", "replication_pad2d", "replication_pad3d"}, border_pad<Beyond::Replicate, false>, symbols);
+      "padding", {"replication_pad1d", "replication_pad2d", "replication_pad3d"}, border_pad<PaddingMode::Replicate, false>,
+      symbols);
   r.add(
       "padding", {"replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward"},
-      border_pad<Beyond::Replicate, true>, backward);
+      border_pad<PaddingMode::Replicate, true>, backward);
 }
 
 } // namespace shardtensor::rules

@@ -1,7 +1,7 @@
 // Elementwise ops: every dim is a factor of its own, broadcast dims stay whole.
 // To add one, put its name into the table of its kind; add_forms adds the in-place and out= forms.
-#include "rules/exact.h"
-#include "rules/pieces.h"
+#include "rules/exact_dtypes.h"
+#include "rules/kernel_utils.h"
 #include "rules/registry.h"
 #include "tensor/move.h"
 
@@ -180,7 +180,7 @@ std::optional<at::Tensor> glu_as_calls(c10::ArrayRef<c10::IValue> arguments) {
     return std::nullopt;
   }
   const auto& [dim, layout, parts] = *halves;
-  const auto both = moved(parts, {layout, layout}, Cause{"aten::glu", "self", kHalves});
+  const auto both = moved(parts, {layout, layout}, MoveCause{"aten::glu", "self", kHalves});
   return at::squeeze_copy(at::glu(at::stack(both, dim), dim), dim); // not a view, as torch's
 }
 
@@ -192,7 +192,7 @@ std::optional<at::Tensor> glu_backward_as_calls(c10::ArrayRef<c10::IValue> argum
     return std::nullopt;
   }
   const auto& [dim, layout, parts] = *halves;
-  constexpr Cause cause{"aten::glu_backward", "self", kHalves};
+  constexpr MoveCause cause{"aten::glu_backward", "self", kHalves};
   const auto there = moved({parts[0], parts[1], grad}, {layout, layout, layout}, cause);
   const auto grads = at::glu_backward(there[2].unsqueeze(dim), at::stack({there[0], there[1]}, dim), dim);
   const std::vector<LayoutPtr> homes{as_shard_tensor(parts[0])->layout_ptr(), as_shard_tensor(parts[1])->layout_ptr()};

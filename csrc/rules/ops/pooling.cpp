@@ -1,12 +1,12 @@
 // Pooling. Space may be cut. Max and average pooling, also adaptive, read halos. So do fractional pools: samples place their
 // windows, but never far from evenly spaced windows. max_unpool sends each value to the rank that holds its place.
-#include "redistribute/identity.h"
-#include "rules/bands.h"
-#include "rules/empties.h"
-#include "rules/later.h"
-#include "rules/pieces.h"
+#include "redistribute/neutral_value.h"
+#include "rules/deferred_op.h"
+#include "rules/kernel_utils.h"
+#include "rules/owner_exchange.h"
+#include "rules/pad_empty.h"
 #include "rules/registry.h"
-#include "rules/routed.h"
+#include "rules/separable_filter.h"
 #include "rules/windows.h"
 
 #include <ATen/ATen.h>
@@ -32,16 +32,16 @@ struct Pool : Windows {
 };
 
 // Whether windows have several sizes (adaptive, to a size that does not divide). The taps are those of the largest.
-bool is_uneven(const Windows::Along& along) {
+bool is_uneven(const Windows::WindowedDim& along) {
   return along.reach.den != 1;
 }
 
-enum class Kind : uint8_t { Max, Average, AdaptiveMax, AdaptiveAverage, Fractional };
-constexpr bool is_adaptive(Kind kind) {
-  return kind == Kind::AdaptiveMax || kind == Kind::AdaptiveAverage;
+enum class PoolKind : uint8_t { Max, Average, AdaptiveMax, AdaptiveAverage, Fractional };
+constexpr bool is_adaptive(PoolKind kind) {
+  return kind == PoolKind::AdaptiveMax || kind == PoolKind::AdaptiveAverage;
 }
-constexpr bool is_average(Kind kind) {
-  return kind == Kind::Average || kind == Kind::AdaptiveAverage;
+constexpr bool is_average(PoolKind kind) {
+  return kind == PoolKind::Average || kind == PoolKind::AdaptiveAverage;
 }
 
 // What the windows of a fractional pool may hold, whatever the samples. Window o begins near
@@ -63,14 +63,14 @@ int64_t widest(const Reach& r, int64_t results) {
 
 // The call's windows; nothing if space is not cut, if torch refuses the windows, or if those of an average have several sizes.
 // `made`: a tensor with the sizes of the result, in gradients.
-template <Kind kind>
+template <PoolKind kind>
 std::optional<Pool> pool_of(const Call& call, int64_t space, const TensorArg& input, const TensorArg* made = nullptr) {
   if (!cut_in_space(call, space)) {
     return std::nullopt;
   }
   Pool pool;
   pool.lead = input.dim() - space;
-  pool.merges = kind == Kind::AdaptiveMax;
+  pool.merges = kind == PoolKind::AdaptiveMax;
   const auto given = [&](const char* name) { return argument(call, name) >= 0 ? call.ints(argument(call, name)) : Sizes(); };
   const auto kernel = given("kernel_size"), stride = given("stride"), padding = given("padding"), dilation = given("dilation");
   const auto output = given("output_size");
@@ -83,20 +83,20 @@ std::optional<Pool> pool_of(const Call& call, int64_t space, const TensorArg& in
     if (size < 1) {
       return std::nullopt;
     }
-    Windows::Along along{size, 0, {}};
+    Windows::WindowedDim along{size, 0, {}};
     auto& count = along.count;
     auto& reach = along.reach;
     auto& taps = along.taps;
     if constexpr (is_adaptive(kind)) {
       count = made ? made->size(pool.lead + i) : integer_at(output, i);
-      if (count < 1 || (kind == Kind::AdaptiveAverage && size % count)) {
+      if (count < 1 || (kind == PoolKind::AdaptiveAverage && size % count)) {
         return std::nullopt;
       }
       reach = {size, count, 0, size - 1};
       const auto k = widest(reach, count);
       taps = {k, k, 0, 1};
       reach = size % count ? reach : taps.reach();
-    } else if constexpr (kind == Kind::Fractional) {
+    } else if constexpr (kind == PoolKind::Fractional) {
       constexpr int64_t kMost = 1 << 20; // beyond, a float's rounding could move a window by more
       const auto k = integer_at(kernel, i);
       count = integer_at(output, i);
@@ -132,7 +132,7 @@ std::optional<Pool> pool_of(const Call& call, int64_t space, const TensorArg& in
 // ---- kernels ----
 
 // What torch's op gets along a dim of space that is cut: no padding, since its cells are there.
-Native whole_windows(const Run& run, const Pool& pool, int64_t i, const Share& share) {
+NativeIntervals whole_windows(const KernelRun& run, const Pool& pool, int64_t i, const WindowShare& share) {
   set_along(run, pool, "padding", i, 0);
   set_along(run, pool, "output_size", i, share.makes.length);
   return {share.read(), share.makes};
@@ -159,7 +159,7 @@ at::Tensor raveled(const std::vector<at::Tensor>& indices, c10::IntArrayRef size
 
 // The indices that windows of several sizes hold, one window after the other: the last index again at the end of those that are
 // not the widest. So torch's kernel for windows of one size finds the same values, and the same places.
-at::Tensor one_by_one(const Windows::Along& along, const Interval& windows, const at::Device& device) {
+at::Tensor one_by_one(const Windows::WindowedDim& along, const Interval& windows, const at::Device& device) {
   const auto& reach = along.reach;
   const auto numbers = at::TensorOptions(at::kLong).device(device);
   const auto at = at::arange(windows.start, windows.start + windows.length, numbers).unsqueeze(1).mul(reach.num);
@@ -172,11 +172,11 @@ Sizes plane_of(const at::Tensor& t, int64_t lead) {
 }
 
 // Where indices in the whole's planes lie in a box of these, as if that were flat; and whether they do: elsewhere 0.
-struct InBox {
+struct IndicesInBox {
   at::Tensor places, inside;
 };
 
-InBox in_box(const at::Tensor& index, const Pool& pool, c10::ArrayRef<Interval> box) {
+IndicesInBox in_box(const at::Tensor& index, const Pool& pool, c10::ArrayRef<Interval> box) {
   const auto sizes = pool.sizes();
   auto at = unraveled(index, sizes);
   auto inside = at::Tensor();
@@ -194,7 +194,7 @@ InBox in_box(const at::Tensor& index, const Pool& pool, c10::ArrayRef<Interval> 
 }
 
 // This rank's indices of a tensor's space: a piece of it.
-std::vector<Interval> space_of_piece(const Run& run, const Layout& layout, int64_t lead, c10::IntArrayRef sizes) {
+std::vector<Interval> space_of_piece(const KernelRun& run, const Layout& layout, int64_t lead, c10::IntArrayRef sizes) {
   std::vector<Interval> out;
   for (size_t i = 0; i < sizes.size(); ++i) {
     out.push_back(layout.intervals(lead + static_cast<int64_t>(i), sizes[i], run.mesh().coordinate())[0]);
@@ -204,13 +204,13 @@ std::vector<Interval> space_of_piece(const Run& run, const Layout& layout, int64
 
 // One result from each rank's piece, with its index in the whole; then the ranks compare. Among equal values the first wins,
 // among NaN the last.
-void max_of_all(Run& run, const Pool& pool) {
+void max_of_all(KernelRun& run, const Pool& pool) {
   const auto& layout = *run.operands[0].layout;
   const auto input = run.arg(0).toTensor();
   const auto sizes = sizes_of_piece(run);
   at::Tensor values, index;
   if (is_empty(input)) {
-    values = at::full_symint(sizes, identity(ReduceOp::Max, input.scalar_type()), input.options());
+    values = at::full_symint(sizes, neutral_value(ReduceOp::Max, input.scalar_type()), input.options());
     index = at::full_symint(sizes, std::numeric_limits<int64_t>::max(), input.options().dtype(at::kLong));
   } else {
     const auto results = results_of_op(run);
@@ -238,8 +238,8 @@ void max_of_all(Run& run, const Pool& pool) {
 }
 
 // Max pooling; its results are values, and perhaps indices.
-void max_kernel(Run& run) {
-  const auto& pool = noted<Pool>(run.solution);
+void max_kernel(KernelRun& run) {
+  const auto& pool = kernel_data<Pool>(run.solution);
   const bool indexed = run.op.schema().returns().size() == 2;
   if (pool.merges && run.operands[0].layout->sharded_dims() >> pool.lead && indexed) {
     return max_of_all(run, pool);
@@ -248,8 +248,8 @@ void max_kernel(Run& run) {
     return call_op_nonempty(run);
   }
   auto plane = pool.sizes(); // that torch's op gets: its indices are those there
-  std::vector<std::pair<Share, at::Tensor>> cut(plane.size());
-  run_windowed(run, pool, [&](int64_t i, const Share& share) {
+  std::vector<std::pair<WindowShare, at::Tensor>> cut(plane.size());
+  run_windowed(run, pool, [&](int64_t i, const WindowShare& share) {
     auto& [kept, held] = cut[i];
     kept = share;
     plane[i] = share.reads.length();
@@ -294,8 +294,8 @@ at::Tensor picked(const at::Tensor& planes, const at::Tensor& index, int64_t spa
 }
 
 // Adds up the gradients at their indices if these are in this rank's piece. torch's kernel would write outside of the piece.
-void max_backward_kernel(Run& run) {
-  const auto& pool = noted<Pool>(run.solution);
+void max_backward_kernel(KernelRun& run) {
+  const auto& pool = kernel_data<Pool>(run.solution);
   const auto& layout = *run.solution.results[0].layout;
   if (!(layout.sharded_dims() >> pool.lead)) {
     return call_op_nonempty(run);
@@ -311,7 +311,8 @@ void max_backward_kernel(Run& run) {
 }
 
 // By how many elements these windows are divided along one dim.
-at::Tensor divisors(const Windows::Along& along, const Interval& windows, bool with_padding, const at::TensorOptions& options) {
+at::Tensor divisors(
+    const Windows::WindowedDim& along, const Interval& windows, bool with_padding, const at::TensorOptions& options) {
   const auto& taps = along.taps;
   const auto margin = with_padding ? taps.padding : 0;
   const auto whole_numbers = at::TensorOptions(at::kLong).device(options.device());
@@ -322,7 +323,7 @@ at::Tensor divisors(const Windows::Along& along, const Interval& windows, bool w
 }
 
 // Whether each of these windows has all its elements.
-bool are_full(const Windows::Along& along, const Interval& windows, bool with_padding) {
+bool are_full(const Windows::WindowedDim& along, const Interval& windows, bool with_padding) {
   const auto margin = with_padding ? along.taps.padding : 0;
   const auto cells = along.taps.cells({windows.start, std::max<int64_t>(windows.length, 1)});
   return cells.start >= -margin && cells.start + cells.length <= along.size + margin;
@@ -330,7 +331,7 @@ bool are_full(const Windows::Along& along, const Interval& windows, bool with_pa
 
 // The whole's divisors for the windows that this rank makes or reads, as a product of one tensor per dim. Undefined if the op
 // itself divides correctly: if every window of the cut dims has all its elements, or if the call gives the divisor.
-at::Tensor own_divisor(const Run& run, const Pool& pool, const at::TensorOptions& options) {
+at::Tensor own_divisor(const KernelRun& run, const Pool& pool, const at::TensorOptions& options) {
   const auto at = argument(run, "divisor_override");
   if (at < 0 || !run.arg(at).isNone()) {
     return {};
@@ -352,11 +353,11 @@ at::Tensor own_divisor(const Run& run, const Pool& pool, const at::TensorOptions
 
 // Average pooling, and its backward: the cells of padding are zeros in the buffer, so the sums are right; the divisors are the
 // whole's.
-void average_kernel(Run& run) {
+void average_kernel(KernelRun& run) {
   if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
   }
-  const auto& pool = noted<Pool>(run.solution);
+  const auto& pool = kernel_data<Pool>(run.solution);
   const auto divisor = own_divisor(run, pool, run.arg(0).toTensor().options());
   if (divisor.defined()) {
     run.arg(argument(run, "divisor_override")) = 1;
@@ -364,7 +365,7 @@ void average_kernel(Run& run) {
   if (divisor.defined() && pool.reversed) {
     run.arg(0) = at::div(run.arg(0).toTensor(), divisor);
   }
-  run_windowed(run, pool, [&](int64_t i, const Share& share) {
+  run_windowed(run, pool, [&](int64_t i, const WindowShare& share) {
     auto native = whole_windows(run, pool, i, share);
     if (pool.reversed) { // the input that these results alone would read; torch's kernel looks at its sizes only
       native.made = pool.space[i].taps.cells(share.read());
@@ -383,7 +384,7 @@ void average_kernel(Run& run) {
 // ---- fractional pooling ----
 
 // The first element of each of these windows along a dim, as torch finds them: [planes, windows]. `sample`: one per plane.
-at::Tensor fractional_starts(const Windows::Along& along, const Interval& windows, const at::Tensor& sample) {
+at::Tensor fractional_starts(const Windows::WindowedDim& along, const Interval& windows, const at::Tensor& sample) {
   const auto range = along.size - along.taps.count, steps = along.count - 1;
   const auto number = at::arange(windows.start, windows.start + windows.length, sample.options());
   const auto scalar = [&](int64_t n) { return at::full({}, n, sample.options()); };
@@ -394,11 +395,11 @@ at::Tensor fractional_starts(const Windows::Along& along, const Interval& window
 }
 
 // Copies the windows one after the other, so that torch's kernel for evenly spaced windows finds the values and their places.
-void fractional_kernel(Run& run) {
+void fractional_kernel(KernelRun& run) {
   if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
   }
-  const auto& pool = noted<Pool>(run.solution);
+  const auto& pool = kernel_data<Pool>(run.solution);
   const auto sizes = sizes_of_piece(run);
   const auto input = run.arg(0).toTensor();
   if (makes_nothing(sizes)) {
@@ -432,7 +433,7 @@ void fractional_kernel(Run& run) {
 
 // ---- rules ----
 
-at::Tensor average_combs(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t) {
+at::Tensor average_combs(const KernelRun& run, const at::Tensor& input, c10::IntArrayRef out, int64_t) {
   std::vector<c10::IValue> stack{input, c10::List<int64_t>(out)};
   forward_op(run).callBoxed(&stack);
   return stack[0].toTensor();
@@ -440,7 +441,7 @@ at::Tensor average_combs(const Run& run, const at::Tensor& input, c10::IntArrayR
 
 // Adaptive average pooling to sizes that do not divide. Not if torch refuses the call.
 void average_in_bands(Rule& rule, const TensorArg& input, c10::IntArrayRef out, int64_t space, bool backward) {
-  Bands bands;
+  SeparableFilter bands;
   bands.lead = input.dim() - space;
   bands.reversed = bands.backward = backward;
   bands.op = average_combs;
@@ -479,7 +480,7 @@ void merge_pieces(Rule& rule, const TensorArg& input, const Pool& pool) {
 }
 
 // (input, ...), or of a backward (gradient, input, ..., indices perhaps).
-template <Kind kind, bool backward>
+template <PoolKind kind, bool backward>
 Rule pool(const Call& call) {
   const auto space = space_of(call.schema);
   auto rule = planes(call, space);
@@ -489,7 +490,7 @@ Rule pool(const Call& call) {
   const auto &first = call.tensors[0], &input = call.tensors[backward];
   auto pool = pool_of<kind>(call, space, input, backward ? &first : nullptr);
   if (!pool) {
-    if (kind == Kind::AdaptiveAverage && cut_in_space(call, space)) {
+    if (kind == PoolKind::AdaptiveAverage && cut_in_space(call, space)) {
       const auto out = backward ? Sizes(first.sizes().slice(first.dim() - space)) : call.ints(call.position("output_size"));
       average_in_bands(rule, input, out, space, backward);
     }
@@ -499,17 +500,17 @@ Rule pool(const Call& call) {
   pool->merges ? merge_pieces(rule, input, *pool) : read_through(rule, *pool, input.sym_sizes());
   for (auto& operand : rule.operands) {
     const auto beyond = is_average(kind) || backward ? ReduceOp::Sum : ReduceOp::Max;
-    operand.padding = kind == Kind::Fractional ? std::nullopt : std::optional(beyond);
+    operand.padding = kind == PoolKind::Fractional ? std::nullopt : std::optional(beyond);
   }
   if (!backward) {
     rule.results.back() = rule.results[0]; // indices
   }
-  rule.notes = *pool;
+  rule.kernel_data = *pool;
   rule.always(
-      is_average(kind)           ? average_kernel
-      : backward                 ? max_backward_kernel
-      : kind == Kind::Fractional ? fractional_kernel
-                                 : max_kernel);
+      is_average(kind)               ? average_kernel
+      : backward                     ? max_backward_kernel
+      : kind == PoolKind::Fractional ? fractional_kernel
+                                     : max_kernel);
   return rule;
 }
 
@@ -524,7 +525,7 @@ Rule fractional_pool(const Call& call) {
   const bool windows = cut_in_space(call, space) && (input.dtype == at::kFloat || input.dtype == at::kDouble) &&
                        samples.dtype == input.dtype && samples.size(0) == (batched ? input.size(0) : 1) &&
                        samples.size(1) == input.size(batched) && samples.size(2) == space;
-  auto rule = windows ? pool<Kind::Fractional, false>(call) : planes(call, space);
+  auto rule = windows ? pool<PoolKind::Fractional, false>(call) : planes(call, space);
   const auto& dims = rule.operands[0].dims;
   rule.operands[1].dims = batched ? Dims{dims[0], dims[1], Dim(kNone)} : Dims{Dim(kNone), dims[0], Dim(kNone)};
   return rule;
@@ -532,18 +533,18 @@ Rule fractional_pool(const Call& call) {
 
 Rule fractional_pool_backward(const Call& call) {
   const bool exact = call.tensors[0].dtype == at::kFloat || call.tensors[0].dtype == at::kDouble;
-  return exact ? pool<Kind::Fractional, true>(call) : linear(planes(call, space_of(call.schema)), {0});
+  return exact ? pool<PoolKind::Fractional, true>(call) : linear(planes(call, space_of(call.schema)), {0});
 }
 
 // ---- max_unpool: each value goes to the place in the whole's plane that its index names ----
 
 // Noted where space is cut.
-struct Places {
+struct PlaneSizes {
   int64_t lead; // dims before space
   Sizes sizes;  // of a plane
 };
 
-bool cuts_space(const Layout& layout, const Places& plane) {
+bool cuts_space(const Layout& layout, const PlaneSizes& plane) {
   return layout.sharded_dims() >> plane.lead;
 }
 
@@ -555,16 +556,16 @@ at::Tensor plane_numbers(const at::Tensor& index, int64_t lead) {
 }
 
 // Items at indices of the whole's planes, and the ranks that own those places.
-struct AtOwners {
-  Routed routed;
+struct OwnedItems {
+  OwnerExchange routed;
   at::Tensor here; // for the items that this rank owns, in the order of arrival: their flat index in its piece
 };
 
 // `piece`: the sizes of this rank's planes.
-AtOwners at_owners(const Run& run, const Layout& layout, const at::Tensor& index, c10::IntArrayRef piece) {
-  const auto& plane = noted<Places>(run.solution);
+OwnedItems at_owners(const KernelRun& run, const Layout& layout, const at::Tensor& index, c10::IntArrayRef piece) {
+  const auto& plane = kernel_data<PlaneSizes>(run.solution);
   const auto at = index.flatten();
-  Routed routed(layout, plane.lead, plane.sizes, unraveled(at, plane.sizes));
+  OwnerExchange routed(layout, plane.lead, plane.sizes, unraveled(at, plane.sizes));
   const auto count = c10::multiply_integers(plane.sizes);
   const auto places = routed.there(plane_numbers(index, plane.lead).mul(count).add(at));
   auto split = unraveled(at::remainder(places, count), plane.sizes);
@@ -577,8 +578,8 @@ AtOwners at_owners(const Run& run, const Layout& layout, const at::Tensor& index
 }
 
 // For max_unpool, and for the gradient of picked(), which adds up values with one index.
-void unpool_kernel(Run& run) {
-  const auto& plane = noted<Places>(run.solution);
+void unpool_kernel(KernelRun& run) {
+  const auto& plane = kernel_data<PlaneSizes>(run.solution);
   const bool adds = run.op.schema().name() == "shardtensor::added_at";
   const auto values = run.arg(0).toTensor(), index = run.arg(1).toTensor();
   const auto& layout = *run.solution.results[0].layout;
@@ -586,7 +587,7 @@ void unpool_kernel(Run& run) {
     return call_op_nonempty(run);
   }
   if (!may_ask_values(values)) {
-    return put_off(run, {sizes_of_piece(run)});
+    return defer_call(run, {sizes_of_piece(run)});
   }
   auto out = values.new_zeros(guarded(sizes_of_piece(run)));
   const auto owned = at_owners(run, layout, index, out.sizes());
@@ -597,15 +598,15 @@ void unpool_kernel(Run& run) {
 }
 
 // The values at the indices; in the backward of max_unpool, the gradients.
-void pick_kernel(Run& run) {
-  const auto& plane = noted<Places>(run.solution);
+void pick_kernel(KernelRun& run) {
+  const auto& plane = kernel_data<PlaneSizes>(run.solution);
   const auto planes = run.arg(0).toTensor(), index = run.arg(1).toTensor();
   const auto& held = *run.operands[0].layout;
   if (!cuts_space(held, plane)) {
     return call_op_nonempty(run);
   }
   if (!may_ask_values(planes)) {
-    return put_off(run, {SymSizes(index.sym_sizes().begin(), index.sym_sizes().end())});
+    return defer_call(run, {SymSizes(index.sym_sizes().begin(), index.sym_sizes().end())});
   }
   const auto owned = at_owners(run, held, index, planes.sizes());
   run.returns({owned.routed.back(planes.reshape({-1}).index_select(0, owned.here)).view(index.sizes())});
@@ -654,7 +655,7 @@ Rule unpool(const Call& call) {
   in_proportion(rule, {0, 1}, result.dims, values, lead, sizes);
   result.sizes = values.sym_sizes();
   std::copy(sizes.begin(), sizes.end(), result.sizes.begin() + lead);
-  rule.notes = Places{lead, sizes};
+  rule.kernel_data = PlaneSizes{lead, sizes};
   rule.always(unpool_kernel);
   return rule;
 }
@@ -672,7 +673,7 @@ Rule pick(const Call& call) {
   const auto lead = read.dim() - space;
   in_proportion(rule, {0}, rule.operands[1].dims, read, lead, results);
   rule.results[0] = Result(rule.operands[1].dims, index.sym_sizes());
-  rule.notes = Places{lead, sizes};
+  rule.kernel_data = PlaneSizes{lead, sizes};
   rule.always(pick_kernel);
   return rule;
 }
@@ -681,11 +682,11 @@ Rule pick(const Call& call) {
 
 // The values at indices in this rank's part of the planes, halo included. An index outside of it belongs to another rank's
 // summand, or to a window without elements.
-void pick_near_kernel(Run& run) {
-  if (!run.solution.notes.has_value()) {
+void pick_near_kernel(KernelRun& run) {
+  if (!run.solution.kernel_data.has_value()) {
     return call_op_nonempty(run);
   }
-  const auto& pool = noted<Pool>(run.solution);
+  const auto& pool = kernel_data<Pool>(run.solution);
   const auto planes = run.arg(0).toTensor(), index = run.arg(1).toTensor();
   if (is_empty(planes) || is_empty(index)) {
     return run.returns({planes.new_zeros_symint(index.sym_sizes())});
@@ -701,7 +702,7 @@ void pick_near_kernel(Run& run) {
 }
 
 // (planes, indices, dims of space, the pool's arguments)
-template <Kind kind>
+template <PoolKind kind>
 Rule pick_near(const Call& call) {
   const auto space = call.integer(2);
   auto rule = planes(call, space);
@@ -725,7 +726,7 @@ Rule pick_near(const Call& call) {
   }
   rule.operands[0].padding = std::nullopt;
   rule.results = {Result(rule.operands[1].dims, index.sym_sizes())};
-  rule.notes = *pool;
+  rule.kernel_data = *pool;
   return rule;
 }
 
@@ -751,27 +752,28 @@ TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
 void register_pooling(Registry& r) {
   const Options symbols{.symbols = true}, reals{.symbols = true, .takes = kReals};
   const Options backward{.autograd = formulas::through_windows, .symbols = true};
-  r.add("pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool3d"}, pool<Kind::AdaptiveAverage, false>, symbols);
+  r.add("pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool3d"}, pool<PoolKind::AdaptiveAverage, false>, symbols);
   r.add(
-      "pooling", {"_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"}, pool<Kind::AdaptiveAverage, true>, backward);
-  r.add("pooling", {"adaptive_max_pool2d", "adaptive_max_pool3d"}, pool<Kind::AdaptiveMax, false>, reals);
-  r.add("pooling", {"adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"}, pool<Kind::AdaptiveMax, true>, backward);
-  r.add("pooling", {"avg_pool2d", "avg_pool3d"}, pool<Kind::Average, false>, symbols);
-  r.add("pooling", {"avg_pool2d_backward", "avg_pool3d_backward"}, pool<Kind::Average, true>, backward);
+      "pooling", {"_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"}, pool<PoolKind::AdaptiveAverage, true>,
+      backward);
+  r.add("pooling", {"adaptive_max_pool2d", "adaptive_max_pool3d"}, pool<PoolKind::AdaptiveMax, false>, reals);
+  r.add("pooling", {"adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"}, pool<PoolKind::AdaptiveMax, true>, backward);
+  r.add("pooling", {"avg_pool2d", "avg_pool3d"}, pool<PoolKind::Average, false>, symbols);
+  r.add("pooling", {"avg_pool2d_backward", "avg_pool3d_backward"}, pool<PoolKind::Average, true>, backward);
   r.add("pooling", {"fractional_max_pool2d", "fractional_max_pool3d"}, fractional_pool, reals);
   r.add("pooling", {"fractional_max_pool2d_backward", "fractional_max_pool3d_backward"}, fractional_pool_backward, backward);
   r.add(
-      "pooling", {"max_pool1d"}, pool<Kind::Max, false>,
+      "pooling", {"max_pool1d"}, pool<PoolKind::Max, false>,
       {.autograd = formulas::max_pool1d, .symbols = true}); // torch reads the data pointer if no gradient is needed
-  r.add("pooling", {"max_pool2d_with_indices", "max_pool3d_with_indices"}, pool<Kind::Max, false>, symbols);
-  r.add("pooling", {"max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"}, pool<Kind::Max, true>, backward);
+  r.add("pooling", {"max_pool2d_with_indices", "max_pool3d_with_indices"}, pool<PoolKind::Max, false>, symbols);
+  r.add("pooling", {"max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"}, pool<PoolKind::Max, true>, backward);
   r.add("pooling", {"max_unpool2d"}, unpool, {.autograd = formulas::max_unpool2d, .symbols = true, .takes = kReals});
   r.add("pooling", {"max_unpool3d"}, unpool, {.autograd = formulas::max_unpool3d, .symbols = true, .takes = kReals});
   r.add("pooling", {"shardtensor::added_at"}, unpool, symbols);
   r.add("pooling", {"shardtensor::picked"}, pick, symbols);
-  r.add("pooling", {"shardtensor::picked_by_adaptive_max"}, pick_near<Kind::AdaptiveMax>, symbols);
-  r.add("pooling", {"shardtensor::picked_by_fractional_max"}, pick_near<Kind::Fractional>, symbols);
-  r.add("pooling", {"shardtensor::picked_by_max"}, pick_near<Kind::Max>, symbols);
+  r.add("pooling", {"shardtensor::picked_by_adaptive_max"}, pick_near<PoolKind::AdaptiveMax>, symbols);
+  r.add("pooling", {"shardtensor::picked_by_fractional_max"}, pick_near<PoolKind::Fractional>, symbols);
+  r.add("pooling", {"shardtensor::picked_by_max"}, pick_near<PoolKind::Max>, symbols);
 }
 
 } // namespace shardtensor::rules

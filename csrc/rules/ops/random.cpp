@@ -2,7 +2,7 @@
 // index (kernels/random.h): the layout is kept, and the global values do not depend on it.
 #include "rules/registry.h"
 
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "draws/fill.h"
 #include "draws/graph.h"
 #include "draws/keys.h"
@@ -21,23 +21,23 @@ namespace shardtensor::rules {
 namespace {
 
 using kernels::Distribution;
-using Law = Distribution::Kind;
+using Family = Distribution::Family;
 
 // ---- reading a call ----
 
-const c10::IValue* given(const Run& run, const char* name) {
+const c10::IValue* given(const KernelRun& run, const char* name) {
   const auto i = run.op.schema().argumentIndexWithName(name);
   return i && !run.arg(*i).isNone() ? &run.arg(*i) : nullptr;
 }
 
-double number(const Run& run, const char* name) {
+double number(const KernelRun& run, const char* name) {
   const auto* v = given(run, name);
   TORCH_INTERNAL_ASSERT(v, run.op.schema().name(), " has no argument ", name);
   return v->toScalar().toDouble();
 }
 
 // A tensor without values draws no key, as in torch; a tensor of a graph draws one when the graph runs.
-draws::Key next_key(const Run& run, const at::Tensor& local) {
+draws::RandomKey next_key(const KernelRun& run, const at::Tensor& local) {
   const auto* generator = given(run, "generator");
   if (is_traced(local)) {
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -62,13 +62,13 @@ void check_values(const at::Tensor& holds, const char* message) {
 }
 
 // Fills `local`, a piece like operand i's.
-void fill_like(const Run& run, at::Tensor& local, const Distribution& d, size_t i = 0) {
+void fill_like(const KernelRun& run, at::Tensor& local, const Distribution& d, size_t i = 0) {
   const auto& like = run.operands[i];
   draws::fill(local, next_key(run, local), *like.layout, like.symbols, d);
 }
 
 // A new local tensor like argument 0, as empty_like makes it.
-at::Tensor fresh(const Run& run) {
+at::Tensor fresh(const KernelRun& run) {
   const auto option = [&](const char* name) {
     const auto* v = given(run, name);
     return v ? *v : c10::IValue();
@@ -81,58 +81,58 @@ at::Tensor fresh(const Run& run) {
 
 // ---- distributions, with torch's checks ----
 
-using Reader = Distribution (*)(const Run&, at::ScalarType);
+using ReadDistribution = Distribution (*)(const KernelRun&, at::ScalarType);
 
-Distribution uniform(const Run& run, at::ScalarType) {
+Distribution uniform(const KernelRun& run, at::ScalarType) {
   const double from = number(run, "from"), to = number(run, "to");
   TORCH_CHECK(from <= to, "uniform_ expects to return a [from, to) range, but found from=", from, " > to=", to);
-  return {Law::Uniform, from, to};
+  return {Family::Uniform, from, to};
 }
 
-Distribution unit_uniform(const Run&, at::ScalarType) {
-  return {Law::Uniform, 0, 1};
+Distribution unit_uniform(const KernelRun&, at::ScalarType) {
+  return {Family::Uniform, 0, 1};
 }
 
-Distribution normal(const Run& run, at::ScalarType) {
+Distribution normal(const KernelRun& run, at::ScalarType) {
   const double std = number(run, "std");
   TORCH_CHECK(std >= 0, "normal expects std >= 0.0, but found std ", std);
-  return {Law::Normal, number(run, "mean"), std};
+  return {Family::Normal, number(run, "mean"), std};
 }
 
-Distribution unit_normal(const Run&, at::ScalarType) {
-  return {Law::Normal, 0, 1};
+Distribution unit_normal(const KernelRun&, at::ScalarType) {
+  return {Family::Normal, 0, 1};
 }
 
-Distribution log_normal(const Run& run, at::ScalarType) {
+Distribution log_normal(const KernelRun& run, at::ScalarType) {
   const double std = number(run, "std");
   TORCH_CHECK(std > 0, "log_normal_ expects std > 0.0, but found std=", std);
-  return {Law::LogNormal, number(run, "mean"), std};
+  return {Family::LogNormal, number(run, "mean"), std};
 }
 
-Distribution cauchy(const Run& run, at::ScalarType) {
+Distribution cauchy(const KernelRun& run, at::ScalarType) {
   const double sigma = number(run, "sigma");
   TORCH_CHECK(sigma > 0, "cauchy_ expects sigma > 0.0, but found sigma=", sigma);
-  return {Law::Cauchy, number(run, "median"), sigma};
+  return {Family::Cauchy, number(run, "median"), sigma};
 }
 
-Distribution exponential(const Run& run, at::ScalarType) {
+Distribution exponential(const KernelRun& run, at::ScalarType) {
   const double rate = number(run, "lambd");
   TORCH_CHECK(rate > 0, "exponential_ expects lambda > 0.0, but found lambda=", rate);
-  return {Law::Exponential, rate};
+  return {Family::Exponential, rate};
 }
 
-Distribution geometric(const Run& run, at::ScalarType) {
+Distribution geometric(const KernelRun& run, at::ScalarType) {
   const double p = number(run, "p");
   TORCH_CHECK(p > 0 && p < 1, "geometric_ expects p to be in (0, 1), but got p=", p);
-  return {Law::Geometric, p};
+  return {Family::Geometric, p};
 }
 
 Distribution bernoulli_of(double p) {
   TORCH_CHECK(p >= 0 && p <= 1, "bernoulli_ expects p to be in [0, 1], but got p=", p);
-  return {Law::Bernoulli, p};
+  return {Family::Bernoulli, p};
 }
 
-Distribution bernoulli(const Run& run, at::ScalarType) {
+Distribution bernoulli(const KernelRun& run, at::ScalarType) {
   return bernoulli_of(number(run, "p"));
 }
 
@@ -150,7 +150,7 @@ uint64_t largest(at::ScalarType dtype) {
 // low, ..., high
 Distribution integers(int64_t low, uint64_t high) {
   const auto range = high - static_cast<uint64_t>(low) + 1; // 2^64 wraps to 0, which stands for it
-  return {.kind = Law::Integer, .low = low, .range = range};
+  return {.kind = Family::Integer, .low = low, .range = range};
 }
 
 Distribution integers_below(int64_t from, int64_t to, at::ScalarType dtype) {
@@ -166,7 +166,7 @@ Distribution integers_below(int64_t from, int64_t to, at::ScalarType dtype) {
   return integers(from, static_cast<uint64_t>(to) - 1);
 }
 
-Distribution random(const Run& run, at::ScalarType dtype) {
+Distribution random(const KernelRun& run, at::ScalarType dtype) {
   const auto* from = given(run, "from");
   const auto* to = given(run, "to");
   const auto low = from ? from->toInt() : 0;
@@ -178,7 +178,7 @@ int64_t value_of(const at::Tensor& high) {
   return high.item<int64_t>();
 }
 
-Distribution randint(const Run& run, at::ScalarType dtype) {
+Distribution randint(const KernelRun& run, at::ScalarType dtype) {
   const auto* low = given(run, "low");
   const auto* high = given(run, "high");
   return integers_below(low ? low->toInt() : 0, high->isTensor() ? value_of(high->toTensor()) : high->toInt(), dtype);
@@ -186,46 +186,46 @@ Distribution randint(const Run& run, at::ScalarType dtype) {
 
 // ---- kernels ----
 
-template <Reader read>
-void fill_self(Run& run) {
+template <ReadDistribution read>
+void fill_self(KernelRun& run) {
   auto self = run.arg(0).toTensor();
   fill_like(run, self, read(run, self.scalar_type()));
   run.returns({std::move(self)});
 }
 
-template <Reader read>
-void fill_fresh(Run& run) {
+template <ReadDistribution read>
+void fill_fresh(KernelRun& run) {
   auto out = fresh(run);
   fill_like(run, out, read(run, out.scalar_type()));
   run.returns({std::move(out)});
 }
 
 // Whether a uniform number of the same index is below `p`, with the shape of `of`.
-at::Tensor below(const Run& run, const at::Tensor& p, const at::Tensor& of) {
+at::Tensor below(const KernelRun& run, const at::Tensor& p, const at::Tensor& of) {
   auto u = at::empty_symint(of.sym_sizes(), of.options().dtype(at::kDouble));
-  fill_like(run, u, {Law::Uniform, 0, 1});
+  fill_like(run, u, {Family::Uniform, 0, 1});
   check_values(at::logical_and(p >= 0, p <= 1), "Expected p_in >= 0 && p_in <= 1 to be true");
   return u < p;
 }
 
-void bernoulli_tensor_(Run& run) {
+void bernoulli_tensor_(KernelRun& run) {
   auto self = run.arg(0).toTensor();
   self.copy_(below(run, run.arg(1).toTensor(), self));
   run.returns({std::move(self)});
 }
 
-void bernoulli_tensor(Run& run) {
+void bernoulli_tensor(KernelRun& run) {
   const auto self = run.arg(0).toTensor();
   run.returns({at::empty_like(self).copy_(below(run, run.arg(1).toTensor(), self))});
 }
 
-void bernoulli_of_self(Run& run) {
+void bernoulli_of_self(KernelRun& run) {
   const auto p = run.arg(0).toTensor();
   run.returns({at::empty_like(p).copy_(below(run, p, p))});
 }
 
 // normal(mean, std) where one or both are tensors; the result has the mean's dtype.
-void normal_of_tensors(Run& run) {
+void normal_of_tensors(KernelRun& run) {
   const auto mean = run.arg(0), std = run.arg(1);
   auto sizes = run.operands[0].symbols.vec();
   if (run.operands.size() > 1) {
@@ -234,7 +234,7 @@ void normal_of_tensors(Run& run) {
   const auto& layout = *run.solution.results[0].layout;
   const auto& like = (mean.isTensor() ? mean : std).toTensor();
   auto out = at::empty_symint(sym_local_sizes(layout, sizes), like.options());
-  draws::fill(out, next_key(run, out), layout, sizes, {Law::Normal, 0, 1});
+  draws::fill(out, next_key(run, out), layout, sizes, {Family::Normal, 0, 1});
   if (std.isTensor()) {
     const auto s = std.toTensor();
     check_values(s >= 0, "normal expects all elements of std >= 0.0");
@@ -251,7 +251,7 @@ void normal_of_tensors(Run& run) {
   run.returns({std::move(out)});
 }
 
-void native_dropout(Run& run) {
+void native_dropout(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   const auto p = run.arg(1).toDouble();
   const bool train = run.arg(2).isNone() || run.arg(2).toBool();
@@ -261,12 +261,12 @@ void native_dropout(Run& run) {
     return;
   }
   auto mask = at::empty_like(x, x.options().dtype(at::kBool));
-  fill_like(run, mask, {Law::Bernoulli, 1 - p});
+  fill_like(run, mask, {Family::Bernoulli, 1 - p});
   run.returns({at::mul(x, mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask});
 }
 
 // The slopes drawn are written to `noise` for the backward.
-void rrelu_with_noise(Run& run) {
+void rrelu_with_noise(KernelRun& run) {
   auto x = run.arg(0).toTensor();
   auto noise = run.arg(1).toTensor();
   const double lower = number(run, "lower"), upper = number(run, "upper");
@@ -275,7 +275,7 @@ void rrelu_with_noise(Run& run) {
   at::Tensor slope;
   if (given(run, "training")->toBool()) {
     slope = at::empty_like(x);
-    fill_like(run, slope, {Law::Uniform, lower, upper});
+    fill_like(run, slope, {Family::Uniform, lower, upper});
     slope.masked_fill_(x > 0, 1);
     noise.copy_(slope);
   } else {
@@ -285,11 +285,11 @@ void rrelu_with_noise(Run& run) {
 }
 
 // Draws each row independently by an exponential race: the item with the largest p / exponential wins.
-void multinomial_race(Run& run) {
+void multinomial_race(KernelRun& run) {
   const auto p = run.arg(0).toTensor();
   const auto n = run.arg(1).toInt();
   auto q = at::empty_like(p);
-  fill_like(run, q, {Law::Exponential, 1}); // all ranks draw a key here, before checks that may raise on one
+  fill_like(run, q, {Family::Exponential, 1}); // all ranks draw a key here, before checks that may raise on one
   if (!is_empty(p)) {
     const auto total = p.sum(-1);
     check_values(
@@ -301,7 +301,7 @@ void multinomial_race(Run& run) {
 }
 
 // Every rank draws everything, from a generator with the same seed.
-void same_everywhere(Run& run) {
+void same_everywhere(KernelRun& run) {
   const auto self = run.arg(0).toTensor();
   need_values(self, "a draw by torch's own kernel");
   auto generator = at::globalContext().defaultGenerator(self.device()).clone();

@@ -1,6 +1,6 @@
 // Whole layers: recurrent ones, and the fused encoder layer and attention that modules call in eval mode. The batch may be cut,
 // weights stay whole.
-#include "rules/pieces.h"
+#include "rules/kernel_utils.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
@@ -55,7 +55,7 @@ Rule fused_attention(const Call& call) {
 }
 
 // Returns false: TransformerEncoder calls this before it makes a nested tensor, which cannot hold ShardTensors.
-void left_aligned_kernel(Run& run) {
+void left_aligned_kernel(KernelRun& run) {
   run.returns({false});
 }
 

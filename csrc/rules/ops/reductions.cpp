@@ -1,12 +1,12 @@
 // Reductions: the reduced dims are factors that the result lacks. If the reduction can be finished later (sum, max, norm), the
 // result is Partial; else a kernel combines small tensors. A piece may be empty: kernels use the neutral value for it.
-#include "redistribute/identity.h"
-#include "rules/exact.h"
-#include "rules/pieces.h"
+#include "redistribute/neutral_value.h"
+#include "rules/exact_dtypes.h"
+#include "rules/kernel_utils.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 
 #include <cmath>
 #include <limits>
@@ -32,7 +32,7 @@ uint64_t reduced_dims(const Call& call, int64_t ndim) {
 }
 
 // What a rule made by reduce() tells its kernel.
-struct Reduced {
+struct ReductionSpec {
   uint64_t dims; // bits
   bool keepdim;
   c10::SmallVector<at::Scalar, 2> neutral{};    // per result: its value for an empty piece
@@ -61,7 +61,7 @@ Rule reduce(const Call& call, const Factor& f, uint64_t mask) {
   rule.operands.emplace_back(std::move(in));
   rule.results.assign(call.schema.returns().size(), Result(out));
   add_outputs(call, rule);
-  rule.notes = Reduced{mask, keepdim};
+  rule.kernel_data = ReductionSpec{mask, keepdim};
   return rule;
 }
 
@@ -74,18 +74,18 @@ void passes(const Call& call, Rule& rule, uint32_t reductions, double norm_order
 }
 
 // The input of a kernel of a rule made by reduce().
-struct Reduction {
+struct ReductionInput {
   at::Tensor x;
   c10::SymIntArrayRef sizes; // global
-  const Reduced& how;
+  const ReductionSpec& how;
   Sizes dims;
   uint64_t mesh_dims;
 
-  explicit Reduction(Run& run)
+  explicit ReductionInput(KernelRun& run)
       : x(run.arg(0).toTensor()),
         sizes(run.operands[0].symbols),
-        how(noted<Reduced>(run.solution)),
-        dims(dims_of(how.dims, x.dim())),
+        how(kernel_data<ReductionSpec>(run.solution)),
+        dims(dims_in(how.dims, x.dim())),
         mesh_dims(mesh_dims_of(run, how.dims)) {}
 
   c10::SymInt count() const {
@@ -111,8 +111,8 @@ struct Reduction {
 };
 
 // The result of an empty piece, for which torch raises or has another value.
-void neutral_kernel(Run& run) {
-  const Reduction r(run);
+void neutral_kernel(KernelRun& run) {
+  const ReductionInput r(run);
   if (!r.only_this_piece_is_empty()) {
     return run.call_op();
   }
@@ -128,7 +128,7 @@ void neutral_kernel(Run& run) {
 
 // The rule with these values for empty pieces.
 Rule with_neutral(Rule rule, c10::SmallVector<at::Scalar, 2> values) {
-  noted<Reduced>(rule).neutral = std::move(values);
+  kernel_data<ReductionSpec>(rule).neutral = std::move(values);
   rule.kernel = neutral_kernel;
   rule.kernel_if = is_empty;
   return rule;
@@ -163,8 +163,8 @@ Rule sum(const Call& call) {
 }
 
 // Sums locally and divides by the global count, so pieces may have any size.
-void mean_kernel(Run& run) {
-  const Reduction r(run);
+void mean_kernel(KernelRun& run) {
+  const ReductionInput r(run);
   const auto& given = run.arg(argument(run, "dtype"));
   const auto dtype = given.isNone() ? r.x.scalar_type() : given.toScalarType();
   TORCH_CHECK(
@@ -194,7 +194,7 @@ Rule prod(const Call& call) {
 
 template <ReduceOp op>
 Rule extreme_of(const Call& call) {
-  auto rule = with_neutral(reduce(call, {.reduce = op}), {identity(op, call.tensors[0].dtype)});
+  auto rule = with_neutral(reduce(call, {.reduce = op}), {neutral_value(op, call.tensors[0].dtype)});
   passes(call, rule, bit(op));
   return rule;
 }
@@ -202,7 +202,7 @@ Rule extreme_of(const Call& call) {
 Rule aminmax(const Call& call) {
   constexpr ReduceOp ops[] = {ReduceOp::Min, ReduceOp::Max};
   const auto dtype = call.tensors[0].dtype;
-  auto rule = with_neutral(reduce(call, {.reduce = ops[1]}), {identity(ops[0], dtype), identity(ops[1], dtype)});
+  auto rule = with_neutral(reduce(call, {.reduce = ops[1]}), {neutral_value(ops[0], dtype), neutral_value(ops[1], dtype)});
   for (size_t i = 0; i < 2; ++i) {
     rule.results[i].reduce.emplace(ops[i]);
     if (rule.operands.size() > 1) {
@@ -242,7 +242,7 @@ Winner best_along(const at::Tensor& x, int64_t dim, ReduceOp op) {
 }
 
 // The best value over ranks, and its first index: two small reductions. NaN beats every number, as in torch.
-Winner best_of(const Winner& mine, const Run& run, uint64_t mesh_dims, ReduceOp op) {
+Winner best_of(const Winner& mine, const KernelRun& run, uint64_t mesh_dims, ReduceOp op) {
   auto value = over_ranks(mine.value.clone(), run, mesh_dims, op);
   auto stands = mine.value.eq(value);
   if (value.is_floating_point()) {
@@ -252,8 +252,8 @@ Winner best_of(const Winner& mine, const Run& run, uint64_t mesh_dims, ReduceOp 
   return {std::move(value), over_ranks(index, run, mesh_dims, ReduceOp::Min)};
 }
 
-void select_kernel(Run& run) {
-  const Reduction r(run);
+void select_kernel(KernelRun& run) {
+  const ReductionInput r(run);
   if (r.global_count() == 0) {
     return run.call_op();
   }
@@ -268,7 +268,7 @@ void select_kernel(Run& run) {
 }
 
 // Converts local flat indices to global ones.
-at::Tensor to_global(const at::Tensor& flat, const Reduction& r, const Run& run) {
+at::Tensor to_global(const at::Tensor& flat, const ReductionInput& r, const KernelRun& run) {
   auto rest = flat;
   auto out = at::zeros_like(flat);
   c10::SymInt stride = 1;
@@ -281,8 +281,8 @@ at::Tensor to_global(const at::Tensor& flat, const Reduction& r, const Run& run)
   return out;
 }
 
-void arg_kernel(Run& run) {
-  const Reduction r(run);
+void arg_kernel(KernelRun& run) {
+  const ReductionInput r(run);
   if (r.global_count() == 0) {
     return run.call_op();
   }
@@ -302,8 +302,8 @@ template <ReduceOp op, Kernel kernel>
 Rule select(const Call& call) {
   auto rule = reduce(call, {.kernel = true});
   rule.kernel = kernel;
-  noted<Reduced>(rule).extreme = op;
-  noted<Reduced>(rule).flat = !call.has(argument(call, "dim"));
+  kernel_data<ReductionSpec>(rule).extreme = op;
+  kernel_data<ReductionSpec>(rule).flat = !call.has(argument(call, "dim"));
   return rule;
 }
 
@@ -336,12 +336,12 @@ Rule power_sum(const Call& call) {
 }
 
 // Scales each slice along a dim down to a maximal norm. Argument `dim` is the dim that is not reduced.
-void renorm_kernel(Run& run) {
+void renorm_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   const auto p = run.arg(1).toScalar().toDouble();
   const auto limit = run.arg(3).toScalar().toDouble();
-  const auto mask = noted<Reduced>(run.solution).dims;
-  const auto dims = dims_of(mask, x.dim());
+  const auto mask = kernel_data<ReductionSpec>(run.solution).dims;
+  const auto dims = dims_in(mask, x.dim());
   const auto wide = accumulate_type(x.scalar_type());
   auto power = x.to(wide).abs();
   power = std::isinf(p) ? extreme(power, dims, ReduceOp::Max).clamp_min_(0) : at::sum(power.pow_(p), dims, true);
@@ -363,7 +363,7 @@ Rule renorm(const Call& call) {
   rule.results.emplace_back(dims);
   add_outputs(call, rule);
   rule.kernel = renorm_kernel;
-  rule.notes = Reduced{kAllFactors & ~(uint64_t{1} << kept), true};
+  rule.kernel_data = ReductionSpec{kAllFactors & ~(uint64_t{1} << kept), true};
   return rule;
 }
 
@@ -371,8 +371,8 @@ Rule renorm(const Call& call) {
 
 // Combines each piece's count, mean and sum of squared deviations by two small all-reduces (Chan et al.). Complex numbers are
 // pairs of reals: torch divides them by numbers only, not by a graph's symbols.
-void var_kernel(Run& run) {
-  const Reduction r(run);
+void var_kernel(KernelRun& run) {
+  const ReductionInput r(run);
   const auto& given = run.arg(argument(run, "correction"));
   const double correction = given.isNone() ? 1.0 : given.toScalar().toDouble();
   const c10::SymFloat n = r.count(), total = r.global_count();
@@ -407,13 +407,13 @@ template <bool root>
 Rule var(const Call& call) {
   auto rule = reduce(call, {.kernel = true});
   rule.kernel = var_kernel;
-  noted<Reduced>(rule).root = root;
-  noted<Reduced>(rule).with_mean = call.schema.returns().size() == 2;
+  kernel_data<ReductionSpec>(rule).root = root;
+  kernel_data<ReductionSpec>(rule).with_mean = call.schema.returns().size() == 2;
   return rule;
 }
 
-void logsumexp_kernel(Run& run) {
-  const Reduction r(run);
+void logsumexp_kernel(KernelRun& run) {
+  const ReductionInput r(run);
   const bool whole_number = c10::isIntegralType(r.x.scalar_type(), true);
   const auto dtype = whole_number ? c10::get_default_dtype_as_scalartype() : r.x.scalar_type();
   const auto x = r.x.to(accumulate_type(dtype));
@@ -432,14 +432,14 @@ Rule logsumexp(const Call& call) {
 // The bits of all elements, joined by exclusive or.
 Rule hash(const Call& call) {
   auto rule = with_neutral(reduce(call, {.reduce = ReduceOp::Bxor}), {0});
-  noted<Reduced>(rule).neutral_type = at::kUInt64;
+  kernel_data<ReductionSpec>(rule).neutral_type = at::kUInt64;
   return rule;
 }
 
 // ---- segments of dim `axis`, which stays whole; lengths and offsets have it and the dims before it ----
 
 // torch computes the minimum of the lengths, and there are none.
-void segments_kernel(Run& run) {
+void segments_kernel(KernelRun& run) {
   const auto data = run.arg(argument(run, "data")).toTensor();
   const auto lengths = run.arg(argument(run, "lengths")), offsets = run.arg(argument(run, "offsets"));
   const auto counted = (lengths.isNone() ? offsets : lengths).toTensor();
@@ -478,7 +478,7 @@ Rule segments(const Call& call) {
 // ---- results that are not tensors ----
 
 // Every rank must return the same, also with an empty piece.
-void equal_kernel(Run& run) {
+void equal_kernel(KernelRun& run) {
   const auto a = run.arg(0).toTensor();
   const auto b = run.arg(1).toTensor();
   need_values(a, "equal");

@@ -1,8 +1,8 @@
 // Resampling: interpolation, pixel shuffles.
-#include "rules/bands.h"
-#include "rules/empties.h"
-#include "rules/pieces.h"
+#include "rules/kernel_utils.h"
+#include "rules/pad_empty.h"
 #include "rules/registry.h"
+#include "rules/separable_filter.h"
 #include "rules/solution.h"
 #include "rules/windows.h"
 
@@ -34,13 +34,13 @@ struct Ratio {
   }
 };
 
-Ratio ratio_of(const Windows::Along& along) {
+Ratio ratio_of(const Windows::WindowedDim& along) {
   const auto common = std::gcd(along.size, along.count);
   return {along.size / common, along.count / common};
 }
 
 // Noted where space is cut and the sizes say where results lie.
-struct Resampled : Windows {
+struct ResampledSpace : Windows {
   Interpolation kind = Interpolation::Nearest;
 };
 
@@ -100,8 +100,8 @@ Reach from_such_a_place(const Ratio& ratio, Interpolation kind) {
   return r;
 }
 
-void resample_kernel(Run& run);
-void backward_of_planes(Run& run);
+void resample_kernel(KernelRun& run);
+void backward_of_planes(KernelRun& run);
 
 // Whether the positions in a piece are those in the whole: not with aligned corners, a scale that is not the ratio of the sizes,
 // or a nearest element that depends on rounding.
@@ -125,14 +125,14 @@ bool fits(const Call& call, const Windows& windows, Interpolation kind) {
 // ---- by weights: any ratio ----
 
 // How a result is made along each dim.
-struct Sampling {
+struct ResamplingFilter {
   double radius; // in elements, around a result's position; if antialiased and there are fewer results, in units of a result
   bool antialiased;
   enum class Position : uint8_t { Middle, Start } position; // Start: of `nearest`
 };
 
 // The run that a result reads. Positions are computed in floats, so there is a margin.
-Reach reach_of(const Sampling& s, int64_t in, int64_t out, bool aligned, const c10::IValue& scale) {
+Reach reach_of(const ResamplingFilter& s, int64_t in, int64_t out, bool aligned, const c10::IValue& scale) {
   if (in == 1 || (aligned && out == 1)) {
     return {1, out + 1, 0, 0}; // the first element
   }
@@ -146,19 +146,19 @@ Reach reach_of(const Sampling& s, int64_t in, int64_t out, bool aligned, const c
     const auto radius = static_cast<int64_t>(2 * s.radius) * std::max(num, den);
     return {2 * num, unit, num - radius + den - margin, num + radius - den + margin};
   }
-  const auto start = s.position == Sampling::Position::Start ? 0 : aligned ? 0 : num - den;
+  const auto start = s.position == ResamplingFilter::Position::Start ? 0 : aligned ? 0 : num - den;
   const auto radius = static_cast<int64_t>(s.radius) * unit;
   return {2 * num, unit, start - radius + unit - margin, start + radius + margin};
 }
 
 // The call's scale of one dim only.
-void push_scales(const Run& run, std::vector<c10::IValue>& stack, int64_t space, int64_t along) {
+void push_scales(const KernelRun& run, std::vector<c10::IValue>& stack, int64_t space, int64_t along) {
   for (int64_t i = 0; i < space; ++i) {
     stack.push_back(i == along ? run.arg(first_scale(run.op.schema(), space) + i) : c10::IValue());
   }
 }
 
-at::Tensor resample_combs(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along) {
+at::Tensor resample_combs(const KernelRun& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along) {
   const auto op = forward_op(run);
   const auto space = static_cast<int64_t>(out.size());
   std::vector<c10::IValue> stack{input, c10::List<int64_t>(out)};
@@ -172,7 +172,8 @@ at::Tensor resample_combs(const Run& run, const at::Tensor& input, c10::IntArray
 }
 
 // The other dims have one element and two results: with one result torch would copy.
-at::Tensor counts_of_nearest(const Run& run, const Bands& bands, int64_t along, const at::TensorOptions& options) {
+at::Tensor counts_of_nearest(
+    const KernelRun& run, const SeparableFilter& bands, int64_t along, const at::TensorOptions& options) {
   const auto space = bands.ndim();
   std::vector<int64_t> in(bands.lead + space, 1), out = in;
   std::fill(out.begin() + bands.lead, out.end(), 2);
@@ -186,8 +187,8 @@ at::Tensor counts_of_nearest(const Run& run, const Bands& bands, int64_t along, 
   return stack[0].toTensor().flatten().div(static_cast<double>(int64_t{1} << (space - 1)));
 }
 
-Sampling sampling_of(const Call& call, Interpolation kind) {
-  using Position = Sampling::Position;
+ResamplingFilter sampling_of(const Call& call, Interpolation kind) {
+  using Position = ResamplingFilter::Position;
   if (kind == Interpolation::Nearest) { // picks one of the elements around a position
     const bool exact = call.schema.name().find("exact") != std::string::npos;
     return {2, false, exact ? Position::Middle : Position::Start};
@@ -196,10 +197,10 @@ Sampling sampling_of(const Call& call, Interpolation kind) {
 }
 
 // Not if nothing is resampled, or if numbers are no floats.
-void cut_by_weights(const Call& call, Rule& rule, const Windows& windows, const Sampling& s, bool by_counts = false) {
+void cut_by_weights(const Call& call, Rule& rule, const Windows& windows, const ResamplingFilter& s, bool by_counts = false) {
   const auto aligned = argument(call, "align_corners");
   const bool align = aligned >= 0 && call.flag(aligned);
-  Bands bands{windows, resample_combs, by_counts ? counts_of_nearest : nullptr};
+  SeparableFilter bands{windows, resample_combs, by_counts ? counts_of_nearest : nullptr};
   bool any = false;
   for (int64_t i = 0; i < bands.ndim(); ++i) {
     auto& [size, count, reach, taps] = bands.space[i];
@@ -214,7 +215,7 @@ void cut_by_weights(const Call& call, Rule& rule, const Windows& windows, const 
 // If each element makes a whole number of results, operand and result are cut alike; otherwise the operand is read through
 // windows.
 void cut_by_ratio(const Call& call, Rule& rule, const Windows& windows, Interpolation kind) {
-  Resampled made{windows, kind};
+  ResampledSpace made{windows, kind};
   const bool back = made.reversed;
   rule.results[0].sizes = call.tensors[0].sym_sizes();
   for (int64_t i = 0; i < made.ndim(); ++i) {
@@ -233,7 +234,7 @@ void cut_by_ratio(const Call& call, Rule& rule, const Windows& windows, Interpol
     }
   }
   rule.operands[0].padding = std::nullopt;
-  rule.notes = std::move(made);
+  rule.kernel_data = std::move(made);
   rule.always(resample_kernel);
 }
 
@@ -269,7 +270,7 @@ template <int radius, bool backward>
 Rule antialiased(const Call& call) {
   auto rule = resampled_planes(call, backward);
   if (const auto windows = windows_of(call, backward)) {
-    cut_by_weights(call, rule, *windows, {radius, true, Sampling::Position::Middle});
+    cut_by_weights(call, rule, *windows, {radius, true, ResamplingFilter::Position::Middle});
   }
   return rule;
 }
@@ -277,7 +278,7 @@ Rule antialiased(const Call& call) {
 // ---- kernels ----
 
 // Replaces element d of argument `name`, a list of sizes.
-void replace_size(const Run& run, const char* name, int64_t d, const c10::SymInt& size) {
+void replace_size(const KernelRun& run, const char* name, int64_t d, const c10::SymInt& size) {
   auto& arg = run.arg(argument(run, name));
   auto all = arg.toSymIntVector();
   all[d] = size;
@@ -286,12 +287,12 @@ void replace_size(const Run& run, const char* name, int64_t d, const c10::SymInt
 
 // If the numbers of results and elements are equal, torch copies, whatever the scale. So one more result is requested, and
 // dropped.
-int64_t not_a_copy(int64_t results, int64_t elements, const Windows::Along& along) {
+int64_t not_a_copy(int64_t results, int64_t elements, const Windows::WindowedDim& along) {
   return results == elements && along.size != along.count ? results + 1 : results;
 }
 
 // Argument `input_size` lists the global sizes of the gradient; the call gets those of this rank's piece.
-void replace_lead_sizes(const Run& run, int64_t lead) {
+void replace_lead_sizes(const KernelRun& run, int64_t lead) {
   const auto grad = run.arg(0).toTensor();
   for (int64_t d = 0; d < lead; ++d) {
     const auto n = grad.sym_size(d);
@@ -299,13 +300,13 @@ void replace_lead_sizes(const Run& run, int64_t lead) {
   }
 }
 
-void backward_of_planes(Run& run) {
+void backward_of_planes(KernelRun& run) {
   replace_lead_sizes(run, 2);
   call_op_nonempty(run);
 }
 
 // What torch's op gets along a dim. It must not take the ratio from the sizes of a slice.
-Native resampled_slice(const Run& run, const Resampled& made, int64_t i, const Share& share) {
+NativeIntervals resampled_slice(const KernelRun& run, const ResampledSpace& made, int64_t i, const WindowShare& share) {
   const auto& along = made.space[i];
   const auto ratio = ratio_of(along);
   const auto &read = share.reads.inside, &mine = share.makes;
@@ -327,8 +328,8 @@ Native resampled_slice(const Run& run, const Resampled& made, int64_t i, const S
   return {{result, count}, {begin, length}};
 }
 
-void resample_kernel(Run& run) {
-  const auto& made = noted<Resampled>(run.solution);
+void resample_kernel(KernelRun& run) {
+  const auto& made = kernel_data<ResampledSpace>(run.solution);
   const auto sizes = guarded(sizes_of_piece(run)), given = guarded(run.arg(0).toTensor().sym_sizes());
   for (int64_t i = 0; i < made.ndim(); ++i) { // also where no windows are: each element makes so many results
     const auto d = made.lead + i;
@@ -340,13 +341,13 @@ void resample_kernel(Run& run) {
   if (made.reversed) {
     replace_lead_sizes(run, made.lead);
   }
-  run_windowed(run, made, [&](int64_t i, const Share& share) { return resampled_slice(run, made, i, share); });
+  run_windowed(run, made, [&](int64_t i, const WindowShare& share) { return resampled_slice(run, made, i, share); });
 }
 
 // ---- pixels ----
 
 // torch's pixel_unshuffle returns an empty tensor with its old shape, but the whole has elements.
-void pixel_unshuffle_kernel(Run& run) {
+void pixel_unshuffle_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   if (x.numel()) {
     return run.call_op();
@@ -390,7 +391,7 @@ Rule pixel_shuffle(const Call& call) {
   if (!shuffle && std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
     rule.operands[0].dims = fresh_dims(rule, n);
     rule.results[0] = {rule.operands[0].dims};
-    rule.always([](Run& run) { run.returns({run.arg(0).toTensor().clone()}); });
+    rule.always([](KernelRun& run) { run.returns({run.arg(0).toTensor().clone()}); });
   } else if (!shuffle) {
     rule.always(pixel_unshuffle_kernel);
   }

@@ -2,11 +2,11 @@
 
 #include "comm/bytes.h"
 #include "comm/comm.h"
-#include "comm/values.h"
+#include "comm/tensor_kind.h"
 #include "redistribute/redistribute.h"
-#include "rules/empties.h"
-#include "rules/later.h"
-#include "rules/pieces.h"
+#include "rules/deferred_op.h"
+#include "rules/kernel_utils.h"
+#include "rules/pad_empty.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
@@ -159,10 +159,10 @@ constexpr int64_t kSequence = 2; // of queries, keys and values [batch, heads, s
 
 // ---- messages of several tensors ----
 
-class Mail {
+class Mailbox {
  public:
   // To and from these global ranks.
-  explicit Mail(c10::ArrayRef<int64_t> ranks) : ranks_(ranks) {}
+  explicit Mailbox(c10::ArrayRef<int64_t> ranks) : ranks_(ranks) {}
 
   void send(size_t to, const at::Tensor& t) {
     by_rank_[ranks_[to]].sent.push_back(t);
@@ -203,7 +203,7 @@ class Mail {
       }
     }
     return comm::start({
-        .kind = comm::Kind::AllToAll,
+        .kind = comm::CollectiveKind::AllToAll,
         .mesh = MeshPtr::reclaim_copy(&mesh),
         .in = in,
         .out = out,
@@ -219,12 +219,12 @@ class Mail {
     return comm::rounded_up(t.numel() * static_cast<int64_t>(t.element_size()), comm::kStart);
   }
 
-  struct Parts {
+  struct PeerTensors {
     std::vector<at::Tensor> sent;
     std::vector<at::Tensor*> received;
   };
   c10::ArrayRef<int64_t> ranks_;
-  std::map<int64_t, Parts> by_rank_; // in an order that all know
+  std::map<int64_t, PeerTensors> by_rank_; // in an order that all know
 };
 
 // ---- one call ----
@@ -241,9 +241,9 @@ at::Tensor resized(const at::Tensor& like, int64_t length) {
 }
 
 // The sum of parts, each of some rows, in float32 at least.
-class Sum {
+class RowSum {
  public:
-  Sum(at::Tensor like, int64_t start) : like_(std::move(like)), start_(start) {}
+  RowSum(at::Tensor like, int64_t start) : like_(std::move(like)), start_(start) {}
 
   void add(const at::Tensor& part, const Interval& at) {
     const auto wide = accumulate_type(like_.scalar_type());
@@ -267,9 +267,9 @@ class Sum {
 };
 
 // Attention of some queries to one block of keys after the other: the mean of the results, weighted by the sums of exponentials.
-class Mean {
+class WeightedMean {
  public:
-  explicit Mean(const Interval& rows) : rows_(rows) {}
+  explicit WeightedMean(const Interval& rows) : rows_(rows) {}
 
   void add(const at::Tensor& part, const at::Tensor& log_sum, const Interval& at) {
     const auto wide = accumulate_type(part.scalar_type());
@@ -300,7 +300,7 @@ class Mean {
   at::Tensor mean_, log_;
 };
 
-const Run::At& operand_of(const Run& run, const std::string& wanted) {
+const KernelRun::OperandInfo& operand_of(const KernelRun& run, const std::string& wanted) {
   size_t nth = 0;
   const auto& arguments = run.op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -314,17 +314,17 @@ const Run::At& operand_of(const Run& run, const std::string& wanted) {
 }
 
 // Undefined if it is None, or if the op has no such argument. The other one: with numbers for symbols.
-at::Tensor tensor_in_symbols(const Run& run, const char* name) {
+at::Tensor tensor_in_symbols(const KernelRun& run, const char* name) {
   const auto at = argument(run, name);
   return at < 0 ? at::Tensor() : run.arg(at).toOptional<at::Tensor>().value_or(at::Tensor());
 }
-at::Tensor tensor_of(const Run& run, const char* name) {
+at::Tensor tensor_of(const KernelRun& run, const char* name) {
   const auto found = tensor_in_symbols(run, name);
   return found.defined() && has_symbols(found) ? in_numbers(found) : found;
 }
 
 // Whether other ranks have pieces of the same sequences.
-bool has_peers(const Run& run) {
+bool has_peers(const KernelRun& run) {
   const auto &of_q = *operand_of(run, "query").layout, &of_k = *operand_of(run, "key").layout;
   bool out = false;
   for (int64_t m = 0; m < of_q.ndim(); ++m) {
@@ -334,7 +334,7 @@ bool has_peers(const Run& run) {
 }
 
 // The further results of an op besides its output and its logs, such as seeds: from a call with one query and one key.
-std::vector<c10::IValue> rest_of(const Run& run) {
+std::vector<c10::IValue> rest_of(const KernelRun& run) {
   constexpr size_t kOurs = 2;
   const auto& schema = run.op.schema();
   if (schema.returns().size() == kOurs) {
@@ -358,7 +358,7 @@ std::vector<c10::IValue> rest_of(const Run& run) {
 // The call and all ranks' pieces.
 class Ring {
  public:
-  explicit Ring(Run& run)
+  explicit Ring(KernelRun& run)
       : q(tensor_of(run, "query")),
         k(tensor_of(run, "key")),
         v(tensor_of(run, "value")),
@@ -500,22 +500,22 @@ class Ring {
     return t.narrow(0, 0, std::min(t.size(0), q.size(0))).narrow(1, 0, std::min(t.size(1), q.size(1)));
   }
 
-  Run& run_;
+  KernelRun& run_;
   at::Tensor mask_;
   bool efficient_, cudnn_;
 };
 
 // One step of the ring. In step s, rank r sends to rank r + s and receives from rank r - s: keys for the receiver's queries, or
 // queries for the receiver's keys. Results go back two messages later: one message is under way while they are computed.
-struct Step {
+struct RingStep {
   size_t to, from;
   // Keys that this rank sends (for queries that `to` keeps) and receives; queries that it lends and receives.
   Interval keys_out, keys_in, queries_out, queries_in;
 };
 
-Step step_of(const Ring& ring, const Shares& shares, size_t rank, size_t step) {
+RingStep step_of(const Ring& ring, const Shares& shares, size_t rank, size_t step) {
   const auto n = ring.size();
-  Step s;
+  RingStep s;
   s.to = (rank + step) % n;
   s.from = (rank + n - step) % n;
   s.keys_out = ring.seen(shares.kept(s.to, rank), rank);
@@ -545,7 +545,7 @@ void go_round(const Ring& ring, const Shares& shares, Pass& pass) {
   for (size_t now = 0; now <= n; ++now) {
     const bool sends = now + 1 < n && travels(ring, shares, now + 1, true);
     const bool returns = now > 1 && travels(ring, shares, now - 1, Pass::kGradients);
-    Mail mail(ring.ranks);
+    Mailbox mail(ring.ranks);
     if (sends) {
       pass.send(mail, mine(now + 1));
     }
@@ -565,7 +565,7 @@ void go_round(const Ring& ring, const Shares& shares, Pass& pass) {
 }
 
 // Tensors sent to the rank that computes the block; undefined ones are not sent.
-struct Guests {
+struct RingMessage {
   at::Tensor k, v;              // keys, for this rank's queries
   at::Tensor q, grad, out, log; // another rank's queries, for this rank's keys
 };
@@ -580,23 +580,23 @@ class Pass {
   }
 
  protected:
-  void send_keys(Mail& mail, const Step& s) {
+  void send_keys(Mailbox& mail, const RingStep& s) {
     for (const auto* t : {&ring_.k, &ring_.v}) {
       send_rows(mail, s.to, *t, s.keys_out, keys_.start);
     }
     receive(mail, s.from, s.keys_in, ring_.k, next_.k);
     receive(mail, s.from, s.keys_in, ring_.v, next_.v);
   }
-  void send_queries(Mail& mail, const Step& s, const at::Tensor& t, at::Tensor& into) {
+  void send_queries(Mailbox& mail, const RingStep& s, const at::Tensor& t, at::Tensor& into) {
     send_rows(mail, s.to, t, s.queries_out, queries_.start);
     receive(mail, s.from, s.queries_in, t, into);
   }
-  static void send_rows(Mail& mail, size_t to, const at::Tensor& t, const Interval& at, int64_t start) {
+  static void send_rows(Mailbox& mail, size_t to, const at::Tensor& t, const Interval& at, int64_t start) {
     if (at.length) {
       mail.send(to, rows(t, at, start));
     }
   }
-  static void receive(Mail& mail, size_t from, const Interval& at, const at::Tensor& like, at::Tensor& into) {
+  static void receive(Mailbox& mail, size_t from, const Interval& at, const at::Tensor& like, at::Tensor& into) {
     if (at.length) {
       into = resized(like, at.length);
       mail.receive(from, into);
@@ -606,7 +606,7 @@ class Pass {
   const Ring& ring_;
   const Shares& shares_;
   Interval queries_, keys_;
-  Guests now_, next_;
+  RingMessage now_, next_;
 };
 
 class Forward : public Pass {
@@ -614,12 +614,12 @@ class Forward : public Pass {
   static constexpr bool kGradients = false;
   Forward(const Ring& ring, const Shares& shares) : Pass(ring, shares), mean_(queries_) {}
 
-  void send(Mail& mail, const Step& s) {
+  void send(Mailbox& mail, const RingStep& s) {
     send_keys(mail, s);
     send_queries(mail, s, ring_.q, next_.q);
   }
 
-  void work(const Step& s) {
+  void work(const RingStep& s) {
     if (s.from == ring_.me) {
       attend(mean_, ring_.q, queries_, ring_.k, ring_.v, keys_);
       return;
@@ -633,7 +633,7 @@ class Forward : public Pass {
     }
   }
 
-  void send_back(Mail& mail, const Step& s) {
+  void send_back(Mailbox& mail, const RingStep& s) {
     if (s.queries_in.length) {
       mail.send(s.from, lent_->mean().to(ring_.q.scalar_type()));
       mail.send(s.from, lent_->log());
@@ -648,14 +648,14 @@ class Forward : public Pass {
       mail.receive(s.to, log_);
     }
   }
-  void take_back(const Step& s) {
+  void take_back(const RingStep& s) {
     if (s.queries_out.length) {
       mean_.add(part_, log_, s.queries_out);
     }
   }
 
   // In a graph.
-  static void put_off(Run& run) {
+  static void defer_call(KernelRun& run) {
     const auto q = tensor_in_symbols(run, "query");
     auto out = q.sym_sizes().vec(), logs = out;
     out.back() = tensor_in_symbols(run, "value").sym_size(-1);
@@ -665,7 +665,7 @@ class Forward : public Pass {
       logs.emplace_back(1);
     }
     const auto rest = rest_of(run);
-    rules::put_off(run, {Promised(std::move(out)), Promised(std::move(logs), accumulate_type(q.scalar_type()))});
+    rules::defer_call(run, {DeferredResult(std::move(out)), DeferredResult(std::move(logs), accumulate_type(q.scalar_type()))});
     run.stack.insert(run.stack.end(), rest.begin(), rest.end());
   }
 
@@ -683,7 +683,12 @@ class Forward : public Pass {
 
  private:
   void attend(
-      Mean& mean, const at::Tensor& q, const Interval& at_q, const at::Tensor& k, const at::Tensor& v, const Interval& at_k) {
+      WeightedMean& mean,
+      const at::Tensor& q,
+      const Interval& at_q,
+      const at::Tensor& k,
+      const at::Tensor& v,
+      const Interval& at_k) {
     for (const auto& b : blocks_of(at_q, at_k, ring_.causal)) {
       rest_ = ring_.call(
           {{"query", rows(q, b.q, at_q.start)}, {"key", rows(k, b.k, at_k.start)}, {"value", rows(v, b.k, at_k.start)}}, b);
@@ -696,8 +701,8 @@ class Forward : public Pass {
     }
   }
 
-  Mean mean_;
-  std::optional<Mean> lent_;
+  WeightedMean mean_;
+  std::optional<WeightedMean> lent_;
   at::Tensor part_, log_; // of lent queries, on their way back
   std::vector<c10::IValue> rest_;
 };
@@ -714,7 +719,7 @@ class Backward : public Pass {
         of_k_(ring.k, keys_.start),
         of_v_(ring.v, keys_.start) {}
 
-  void send(Mail& mail, const Step& s) {
+  void send(Mailbox& mail, const RingStep& s) {
     send_keys(mail, s);
     send_queries(mail, s, ring_.q, next_.q);
     send_queries(mail, s, grad_, next_.grad);
@@ -722,8 +727,8 @@ class Backward : public Pass {
     send_queries(mail, s, log_, next_.log);
   }
 
-  void work(const Step& s) {
-    const Guests own{ring_.k, ring_.v, ring_.q, grad_, out_, log_};
+  void work(const RingStep& s) {
+    const RingMessage own{ring_.k, ring_.v, ring_.q, grad_, out_, log_};
     if (s.from == ring_.me) {
       differentiate(own, queries_, own, keys_, of_q_, of_k_, of_v_);
       return;
@@ -739,7 +744,7 @@ class Backward : public Pass {
     }
   }
 
-  void send_back(Mail& mail, const Step& s) {
+  void send_back(Mailbox& mail, const RingStep& s) {
     if (s.keys_in.length) {
       mail.send(s.from, k_guest_->get());
       mail.send(s.from, v_guest_->get());
@@ -751,7 +756,7 @@ class Backward : public Pass {
     receive(mail, s.to, s.keys_out, ring_.v, back_.v);
     receive(mail, s.to, s.queries_out, ring_.q, back_.q);
   }
-  void take_back(const Step& s) {
+  void take_back(const RingStep& s) {
     if (s.keys_out.length) {
       of_k_.add(back_.k, s.keys_out);
       of_v_.add(back_.v, s.keys_out);
@@ -762,13 +767,13 @@ class Backward : public Pass {
   }
 
   // In a graph.
-  static void put_off(Run& run) {
-    std::vector<std::optional<Promised>> out(run.op.schema().returns().size()); // no gradient of a mask
+  static void defer_call(KernelRun& run) {
+    std::vector<std::optional<DeferredResult>> out(run.op.schema().returns().size()); // no gradient of a mask
     for (size_t i = 0; i < 3; ++i) {
       const auto t = tensor_in_symbols(run, std::array{"query", "key", "value"}[i]);
       out[i].emplace(t.sym_sizes().vec(), t.scalar_type());
     }
-    rules::put_off(run, out);
+    rules::defer_call(run, out);
   }
 
   std::vector<c10::IValue> results() {
@@ -779,7 +784,8 @@ class Backward : public Pass {
 
  private:
   // Adds the gradients from the queries of `a` and the keys of `b`.
-  void differentiate(const Guests& a, const Interval& at_q, const Guests& b, const Interval& at_k, Sum& q, Sum& k, Sum& v) {
+  void differentiate(
+      const RingMessage& a, const Interval& at_q, const RingMessage& b, const Interval& at_k, RowSum& q, RowSum& k, RowSum& v) {
     const auto start = &a == &now_ ? at_q.start : queries_.start;
     for (const auto& block : blocks_of(at_q, at_k, ring_.causal)) {
       const auto of = [&](const at::Tensor& t) { return rows(t, block.q, start); };
@@ -799,18 +805,18 @@ class Backward : public Pass {
   }
 
   at::Tensor grad_, out_, log_;
-  Sum of_q_, of_k_, of_v_;
-  std::optional<Sum> q_guest_, k_guest_, v_guest_;
-  Guests back_;
+  RowSum of_q_, of_k_, of_v_;
+  std::optional<RowSum> q_guest_, k_guest_, v_guest_;
+  RingMessage back_;
 };
 
 template <typename Pass>
-void run_pass(Run& run) {
+void run_pass(KernelRun& run) {
   if (!operand_of(run, "query").layout->shards(kSequence)) {
     return call_op_nonempty(run);
   }
   if (has_peers(run) && is_traced(tensor_in_symbols(run, "query"))) {
-    return Pass::put_off(run); // single messages are no ops of a graph
+    return Pass::defer_call(run); // single messages are no ops of a graph
   }
   const Ring ring(run);
   const auto shares = ring.shares();
@@ -821,11 +827,11 @@ void run_pass(Run& run) {
 
 } // namespace
 
-void attend(Run& run) {
+void attend(KernelRun& run) {
   run_pass<Forward>(run);
 }
 
-void attend_backward(Run& run) {
+void attend_backward(KernelRun& run) {
   run_pass<Backward>(run);
 }
 

@@ -17,8 +17,8 @@ bool keys_cut_alone(const Layout& q, const Layout& k, const Layout& v, int64_t s
 // Rows of a mask that let no key through: torch's kernels return arbitrary values for them.
 at::Tensor blind_rows(const at::Tensor& mask);
 
-void attend(Run& run);
-void attend_backward(Run& run);
+void attend(KernelRun& run);
+void attend_backward(KernelRun& run);
 
 // ---- who computes what: integer arithmetic on every rank's pieces ----
 

@@ -1,11 +1,11 @@
 // grid_sample on images and volumes. The space of the input and of the grid may be cut. The grid's values say which elements
 // are read, so the ranks first tell each other which rows and columns they read, and then exchange these.
 #include "rules/batched.h"
-#include "rules/empties.h"
-#include "rules/later.h"
-#include "rules/pieces.h"
+#include "rules/deferred_op.h"
+#include "rules/kernel_utils.h"
+#include "rules/owner_exchange.h"
+#include "rules/pad_empty.h"
 #include "rules/registry.h"
-#include "rules/routed.h"
 #include "rules/windows.h"
 
 #include <ATen/ATen.h>
@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kLead = 2; // batch and channels
 
 // How the grid is read, in torch's numbers.
-struct How {
+struct GridSampleMode {
   int64_t interpolation, padding; // 0 linear, 1 nearest, 2 cubic; 0 zeros, 1 border, 2 reflection
   bool aligned;
 };
@@ -37,7 +37,7 @@ at::Tensor reflected(const at::Tensor& x, int64_t size, bool aligned) {
 
 // The run from the first to the last index of a dim that these coordinates of a grid read, with one more at each end: torch's
 // kernels round differently.
-Interval read_by(const at::Tensor& coordinates, int64_t size, const How& how) {
+Interval read_by(const at::Tensor& coordinates, int64_t size, const GridSampleMode& how) {
   const auto type = coordinates.scalar_type();
   const Interval all{0, size};
   if (coordinates.numel() == 0) {
@@ -77,9 +77,9 @@ Interval read_by(const at::Tensor& coordinates, int64_t size, const How& how) {
 }
 
 // The boxes that every rank reads of operand `read`, which is cut in space.
-class Reading {
+class GridReads {
  public:
-  Reading(const Run& run, size_t read, const at::Tensor& grid, const How& how)
+  GridReads(const KernelRun& run, size_t read, const at::Tensor& grid, const GridSampleMode& how)
       : run_(run), layout_(*run.operands[read].layout), sizes_(run.operands[read].sizes()) {
     const auto space = static_cast<int64_t>(sizes_.size()) - kLead;
     std::vector<int64_t> ends;
@@ -105,8 +105,8 @@ class Reading {
 
   // The operand in its whole space, with the values that this rank reads. The others are not set.
   at::Tensor window(const at::Tensor& piece) const {
-    const Fetch fetch(layout_, sizes_, [&](const Coordinate& at) {
-      Stretches out;
+    const HaloExchange fetch(layout_, sizes_, [&](const Coordinate& at) {
+      PaddedBox out;
       for (int64_t d = 0; d < static_cast<int64_t>(sizes_.size()); ++d) {
         out.push_back({0, d < kLead ? layout_.intervals(d, sizes_[d], at)[0] : reads_[index_of(at)][d - kLead], 0});
       }
@@ -168,31 +168,31 @@ class Reading {
   }
 
  private:
-  using Boxes = std::vector<Interval>; // one per dim of space
+  using SpaceBox = std::vector<Interval>; // one per dim of space
 
-  static at::Tensor narrowed(at::Tensor t, const Boxes& to) {
+  static at::Tensor narrowed(at::Tensor t, const SpaceBox& to) {
     for (size_t d = 0; d < to.size(); ++d) {
       t = t.narrow(kLead + static_cast<int64_t>(d), to[d].start, to[d].length);
     }
     return t;
   }
-  static int64_t numel_of(const Boxes& boxes) {
+  static int64_t numel_of(const SpaceBox& boxes) {
     int64_t n = 1;
     for (const auto& run : boxes) {
       n *= run.length;
     }
     return n;
   }
-  static Boxes common(const Boxes& a, const Boxes& b) {
-    Boxes out;
+  static SpaceBox common(const SpaceBox& a, const SpaceBox& b) {
+    SpaceBox out;
     for (size_t d = 0; d < a.size(); ++d) {
       const auto lo = std::max(a[d].start, b[d].start), hi = std::min(a[d].start + a[d].length, b[d].start + b[d].length);
       out.push_back(lo < hi ? Interval{lo, hi - lo} : Interval{0, 0});
     }
     return out;
   }
-  Boxes piece_at(const Coordinate& at) const {
-    Boxes out;
+  SpaceBox piece_at(const Coordinate& at) const {
+    SpaceBox out;
     for (size_t d = kLead; d < sizes_.size(); ++d) {
       out.push_back(layout_.intervals(static_cast<int64_t>(d), sizes_[d], at)[0]);
     }
@@ -211,13 +211,13 @@ class Reading {
     return out;
   }
 
-  const Run& run_;
+  const KernelRun& run_;
   const Layout& layout_;
   Sizes sizes_; // of the operand
-  std::vector<Boxes> reads_;
+  std::vector<SpaceBox> reads_;
 };
 
-How how_of(const Run& run) {
+GridSampleMode how_of(const KernelRun& run) {
   return {
       run.arg(argument(run, "interpolation_mode")).toInt(), run.arg(argument(run, "padding_mode")).toInt(),
       run.arg(argument(run, "align_corners")).toBool()};
@@ -227,19 +227,19 @@ bool cuts_space(const Layout& layout) {
   return layout.sharded_dims() >> kLead;
 }
 
-void sample_kernel(Run& run) {
+void sample_kernel(KernelRun& run) {
   if (cuts_space(*run.operands[0].layout)) {
     if (!may_ask_values(run.arg(0).toTensor())) {
-      return put_off(run, {sizes_of_piece(run)});
+      return defer_call(run, {sizes_of_piece(run)});
     }
-    const Reading reading(run, 0, run.arg(1).toTensor(), how_of(run));
+    const GridReads reading(run, 0, run.arg(1).toTensor(), how_of(run));
     run.arg(0) = reading.window(run.arg(0).toTensor());
   }
   call_op_nonempty(run);
 }
 
 // (gradient, input, grid, ...) -> gradients of input and grid, if output_mask asks for them
-void sample_backward_kernel(Run& run) {
+void sample_backward_kernel(KernelRun& run) {
   const auto& layout = *run.operands[1].layout;
   if (!cuts_space(layout)) {
     return call_op_nonempty(run);
@@ -247,9 +247,9 @@ void sample_backward_kernel(Run& run) {
   const auto input = run.arg(1).toTensor(), grid = run.arg(2).toTensor();
   const bool wanted = run.arg(argument(run, "output_mask")).toBoolList()[0];
   if (!may_ask_values(input)) {
-    return put_off(run, {wanted ? std::optional(input.sym_sizes().vec()) : std::nullopt, grid.sym_sizes().vec()});
+    return defer_call(run, {wanted ? std::optional(input.sym_sizes().vec()) : std::nullopt, grid.sym_sizes().vec()});
   }
-  const Reading reading(run, 1, grid, how_of(run));
+  const GridReads reading(run, 1, grid, how_of(run));
   run.arg(1) = reading.window(input);
   const auto space = run.arg(1).toTensor();
   at::Tensor to_input, to_grid;
@@ -265,12 +265,12 @@ void sample_backward_kernel(Run& run) {
 }
 
 // Dims of input, grid and result. Where input is cut it stays so.
-struct Sampled {
+struct GridSampleDims {
   Dims input, grid, result;
 };
 
 // Nothing if no dim of space is cut, or if torch refuses the call.
-std::optional<Sampled> sampled(const Call& call, Rule& rule, const TensorArg& input, const TensorArg& grid) {
+std::optional<GridSampleDims> sampled(const Call& call, Rule& rule, const TensorArg& input, const TensorArg& grid) {
   const auto space = input.dim() - kLead;
   if ((space != 2 && space != 3) || grid.dim() != input.dim()) {
     return std::nullopt;
@@ -292,7 +292,7 @@ std::optional<Sampled> sampled(const Call& call, Rule& rule, const TensorArg& in
     return std::nullopt;
   }
   const auto batch = rule.factor(), channels = rule.reduced(ReduceOp::Sum); // for the grid's gradient
-  Sampled out{{batch, channels}, {batch}, {batch, channels}};
+  GridSampleDims out{{batch, channels}, {batch}, {batch, channels}};
   for (int64_t i = 0; i < space; ++i) {
     // Reduced for the gradient of an input that is not cut.
     const auto at = rule.factor({.reduce = ReduceOp::Sum, .size = grid.size(1 + i)});

@@ -1,8 +1,8 @@
 // Ops along a dim that keep the dim: cumsum and similar scans, sort, topk. A scan along a sharded dim runs on each piece and
 // then adds the totals of the pieces before it: one slice per rank is gathered, never the data.
-#include "redistribute/identity.h"
-#include "rules/exact.h"
-#include "rules/pieces.h"
+#include "redistribute/neutral_value.h"
+#include "rules/exact_dtypes.h"
+#include "rules/kernel_utils.h"
 #include "rules/registry.h"
 
 #include "comm/comm.h"
@@ -24,7 +24,7 @@ Rule along(const Call& call, const Factor& f, size_t operands = 1) {
   rule.operands.assign(operands, Operand(dims));
   rule.results.assign(call.schema.returns().size(), Result(dims));
   add_outputs(call, rule);
-  rule.notes = Along{dim};
+  rule.kernel_data = WorkDim{dim};
   return rule;
 }
 
@@ -35,7 +35,7 @@ Rule along(const Call& call, const Factor& f, size_t operands = 1) {
 // `after`: of the pieces after this rank's.
 template <typename Combine>
 at::Tensor before_me(
-    at::Tensor total, const at::Tensor& nothing, int64_t dim, const Run& run, Combine combine, bool after = false) {
+    at::Tensor total, const at::Tensor& nothing, int64_t dim, const KernelRun& run, Combine combine, bool after = false) {
   const auto& mesh = run.mesh();
   auto out = nothing;
   for (int64_t m = mesh.ndim() - 1; m >= 0; --m) {
@@ -63,31 +63,31 @@ at::Tensor slice_of(const at::Tensor& scan, int64_t dim, const at::Scalar& value
   return at::full_symint(sizes, value, scan.options());
 }
 
-std::optional<at::ScalarType> dtype_of(const Run& run) {
+std::optional<at::ScalarType> dtype_of(const KernelRun& run) {
   const auto& given = run.arg(argument(run, "dtype"));
   return given.isNone() ? std::nullopt : std::optional(given.toScalarType());
 }
 
 // A piece's running sums, plus the totals of the pieces before it. `after`: sums of each index and all that follow.
-at::Tensor with_sums(at::Tensor scan, int64_t dim, const Run& run, bool after = false) {
+at::Tensor with_sums(at::Tensor scan, int64_t dim, const KernelRun& run, bool after = false) {
   const auto nothing = slice_of(scan, dim, 0);
   const auto sum = [&](const at::Tensor& t) { return at::sum(t, {dim}, true, scan.scalar_type()); };
   return scan.add_(before_me(end_slice(scan, nothing, dim, after), nothing, dim, run, sum, after));
 }
 
-at::Tensor with_products(at::Tensor scan, int64_t dim, const Run& run) {
+at::Tensor with_products(at::Tensor scan, int64_t dim, const KernelRun& run) {
   const auto nothing = slice_of(scan, dim, 1);
   const auto product = [&](const at::Tensor& t) { return at::prod(t, dim, true, scan.scalar_type()); };
   return scan.mul_(before_me(end_slice(scan, nothing, dim), nothing, dim, run, product));
 }
 
-void cumsum_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
+void cumsum_kernel(KernelRun& run) {
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   give(run, {with_sums(at::cumsum(run.arg(0).toTensor(), dim, dtype_of(run)), dim, run)});
 }
 
-void cumprod_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
+void cumprod_kernel(KernelRun& run) {
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   give(run, {with_products(at::cumprod(run.arg(0).toTensor(), dim, dtype_of(run)), dim, run)});
 }
 
@@ -98,15 +98,15 @@ at::Tensor suffix_sum(const at::Tensor& t, int64_t dim) {
   return t.flip(dim).cumsum(dim).flip(dim);
 }
 
-void suffix_sum_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
+void suffix_sum_kernel(KernelRun& run) {
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   run.returns({with_sums(suffix_sum(run.arg(0).toTensor(), dim), dim, run, /*after=*/true)});
 }
 
 // (grad, input, dim, output). Before the first zero of a line, each product is divided by the element. At the zero, the sum goes
 // over the products up to the next zero, without this one. Behind it all products are zero whatever the element.
-void cumprod_backward_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
+void cumprod_backward_kernel(KernelRun& run) {
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor(), output = run.arg(3).toTensor();
   const auto zero = input.eq(0);
   const auto zeros = with_sums(zero.to(at::kLong).cumsum(dim), dim, run); // up to here
@@ -122,8 +122,8 @@ void cumprod_backward_kernel(Run& run) {
 
 // (grad, input, indices, dim): gradients are added at the places of the running extremes. If such a place is in an earlier
 // piece, it is always the same one: the best before this piece. So each rank tells the others one sum and its index.
-void cumulative_extreme_backward_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
+void cumulative_extreme_backward_kernel(KernelRun& run) {
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor(), index = run.arg(2).toTensor();
   const auto piece = mine(run, 1, dim);
   const at::Scalar start(piece.start), end(piece.start + piece.length);
@@ -151,8 +151,8 @@ void cumulative_extreme_backward_kernel(Run& run) {
   run.returns({out});
 }
 
-void logcumsumexp_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
+void logcumsumexp_kernel(KernelRun& run) {
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   const auto scan = at::logcumsumexp(run.arg(0).toTensor(), dim);
   const auto nothing = slice_of(scan, dim, -std::numeric_limits<double>::infinity());
   const auto sum = [&](const at::Tensor& t) { return t.size(dim) ? at::logsumexp(t, {dim}, true) : nothing; };
@@ -161,13 +161,13 @@ void logcumsumexp_kernel(Run& run) {
 
 // The running extreme and its index. Earlier pieces win only if they are strictly better, or NaN.
 template <ReduceOp op>
-void cumulative_extreme_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
+void cumulative_extreme_kernel(KernelRun& run) {
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   const auto x = run.arg(0).toTensor();
   const auto scan_of = [&](const at::Tensor& t) { return op == ReduceOp::Max ? at::cummax(t, dim) : at::cummin(t, dim); };
   auto [values, indices] = scan_of(x);
   indices = indices + at::Scalar(mine(run, 0, dim).start);
-  const auto nothing = slice_of(values, dim, identity(op, x.scalar_type()));
+  const auto nothing = slice_of(values, dim, neutral_value(op, x.scalar_type()));
   const auto nowhere = slice_of(indices, dim, -1);
   auto value = end_slice(values, nothing, dim), index = end_slice(indices, nowhere, dim);
   at::Tensor before = nothing, where = nowhere;
@@ -248,10 +248,10 @@ Rule sort(const Call& call) {
 }
 
 // Each piece's best k are candidates; only these are gathered.
-void topk_kernel(Run& run) {
+void topk_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   const auto k = run.arg(1).toInt();
-  const auto dim = noted<Along>(run.solution).dim;
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   const bool largest = run.arg(3).toBool();
   const bool sorted = run.arg(4).toBool();
   const auto& at = run.operands[0];
@@ -286,7 +286,7 @@ void topk_kernel(Run& run) {
 
 Rule topk(const Call& call) {
   auto rule = scan<topk_kernel>(call);
-  const auto dim = noted<Along>(rule).dim;
+  const auto dim = kernel_data<WorkDim>(rule).dim;
   for (auto& r : rule.results) {
     if (!r.dims.empty()) {
       r.dims[dim] = kNone;
@@ -388,7 +388,7 @@ at::ScalarType dtype_of_counts(at::ScalarType weights) {
 }
 
 // Counts of pieces add up if they have one length, which the greatest value of all pieces decides.
-void bincount_kernel(Run& run) {
+void bincount_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   const auto minlength = run.arg(2).toSymInt();
   if (minlength < 0 || run.operands[0].size(0) == 0) {
@@ -433,11 +433,11 @@ struct Columns {
 
 // (self, bins, range?, weight?, density). Without a range, torch takes the least and the greatest of all values, for each
 // column of histogramdd. So these two are added to every piece, with weight 0.
-void histogram_kernel(Run& run) {
+void histogram_kernel(KernelRun& run) {
   const auto range = argument(run, "range"), weight = argument(run, "weight");
   const auto x = run.arg(0).toTensor();
   if (range >= 0 && run.arg(range).isNone() && c10::multiply_integers(run.operands[0].sizes())) {
-    const auto columns = noted<Columns>(run.solution).number;
+    const auto columns = kernel_data<Columns>(run.solution).number;
     const auto values = x.reshape({columns ? x.numel() / columns : x.numel(), std::max<int64_t>(columns, 1)});
     const auto outermost = [&](ReduceOp op) {
       return over_ranks(extreme(values, {0}, op), run, mesh_dims_of(run, kAllFactors), op);
@@ -479,7 +479,7 @@ Rule histogram(const Call& call) {
     }
   }
   rule.kernel = histogram_kernel;
-  rule.notes = Columns{dd ? columns : 0};
+  rule.kernel_data = Columns{dd ? columns : 0};
   return rule;
 }
 

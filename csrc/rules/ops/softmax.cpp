@@ -1,5 +1,5 @@
 // Softmax and log_softmax, also along a sharded dim: two small all-reduces (one in the backward), never a gather.
-#include "rules/pieces.h"
+#include "rules/kernel_utils.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
@@ -22,13 +22,13 @@ Rule along(const Call& call, Kernel kernel) {
   }
   add_outputs(call, rule);
   rule.kernel = kernel;
-  rule.notes = Along{dim};
+  rule.kernel_data = WorkDim{dim};
   return rule;
 }
 
 template <bool log>
-void softmax_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
+void softmax_kernel(KernelRun& run) {
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   const auto ranks = run.mesh_dims(dim);
   const auto x = run.arg(0).toTensor();
   const auto dtype = run.arg(2).toBool() ? at::kFloat : x.scalar_type();
@@ -46,8 +46,8 @@ Rule softmax(const Call& call) {
 }
 
 template <bool log>
-void softmax_backward_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
+void softmax_backward_kernel(KernelRun& run) {
+  const auto dim = kernel_data<WorkDim>(run.solution).dim;
   const auto dtype = run.arg(3).toScalarType();
   const auto grad = run.arg(0).toTensor();
   const auto wide = accumulate_type(grad.scalar_type());
@@ -73,7 +73,7 @@ Rule masked(const Call& call) {
     }
   }
   auto rule = along(call, nullptr);
-  rule.factors[noted<Along>(rule).dim] = {.whole = true};
+  rule.factors[kernel_data<WorkDim>(rule).dim] = {.whole = true};
   return rule;
 }
 

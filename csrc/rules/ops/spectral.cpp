@@ -2,8 +2,8 @@
 // cut, another dim is cut instead, by one exchange: the first (a batch), or else the last, that has an index for each rank. Of
 // several transformed dims, those that are whole on every rank may go first, and the rest in a second call. If no other dim can
 // be cut, one long signal is taken as rows and columns.
-#include "rules/empties.h"
-#include "rules/pieces.h"
+#include "rules/kernel_utils.h"
+#include "rules/pad_empty.h"
 #include "rules/registry.h"
 #include "tensor/move.h"
 
@@ -93,13 +93,13 @@ LayoutPtr recut(const at::Tensor& t, int64_t from, int64_t to) {
 }
 
 // A signal of n = rows * columns numbers: its transform is that of the rows' numbers, column by column, then of the columns'.
-struct Grid {
+struct FactoredSignal {
   int64_t dim, rows, columns;
 };
 
 // If the transformed dim is cut, no other dim has an index for each rank, and n has two factors that do. A short signal is
 // gathered: that takes one message instead of three.
-std::optional<Grid> grid_of(const at::Tensor& self, const Sizes& dims, const c10::SymInt& results) {
+std::optional<FactoredSignal> grid_of(const at::Tensor& self, const Sizes& dims, const c10::SymInt& results) {
   constexpr int64_t kShort = 1 << 12;
   const auto& layout = as_shard_tensor(self)->layout();
   if (dims.size() != 1 || !layout.shards(dims[0]) || results < kShort) {
@@ -120,14 +120,14 @@ std::optional<Grid> grid_of(const at::Tensor& self, const Sizes& dims, const c10
   const auto n = results.guard_int(__FILE__, __LINE__);
   for (auto rows = static_cast<int64_t>(std::sqrt(static_cast<double>(n))); rows >= ranks; --rows) {
     if (n % rows == 0) {
-      return Grid{d, rows, n / rows};
+      return FactoredSignal{d, rows, n / rows};
     }
   }
   return std::nullopt;
 }
 
 // exp(-2 pi i row column / n), or its conjugate, where `like`, [.., rows, columns, ..], has its columns.
-at::Tensor twiddles(const at::Tensor& like, const Grid& grid, bool forward) {
+at::Tensor twiddles(const at::Tensor& like, const FactoredSignal& grid, bool forward) {
   const auto& has = as_shard_tensor(like)->layout();
   auto layout = Layout::replicated(has.mesh_ptr());
   for (const auto m : mesh_dims_along(has, grid.dim + 1)) {
@@ -151,10 +151,15 @@ at::Tensor twiddles(const at::Tensor& like, const Grid& grid, bool forward) {
 // Of the first `kept` frequencies. Calls no op that torch composes of others: in a graph such a call has no rule. Three
 // exchanges, and one before if a rank's piece is not whole rows. No rank ever has more than its part.
 at::Tensor transformed(
-    const std::string& op, const at::Tensor& self, const Grid& grid, int64_t normalization, bool forward, int64_t kept) {
+    const std::string& op,
+    const at::Tensor& self,
+    const FactoredSignal& grid,
+    int64_t normalization,
+    bool forward,
+    int64_t kept) {
   const auto d = grid.dim;
   const auto exchanged = [&](const at::Tensor& t, int64_t from, int64_t to) {
-    return moved(t, recut(t, from, to), Cause{op, "self", "rows of one signal are exchanged for columns"});
+    return moved(t, recut(t, from, to), MoveCause{op, "self", "rows of one signal are exchanged for columns"});
   };
   const auto columns = (kept + grid.rows - 1) / grid.rows;
   auto split = self.sym_sizes().vec(), joined = split;
@@ -202,11 +207,11 @@ std::optional<at::Tensor> of_one_signal(const at::Tensor& self, const Sizes& dim
 
 // ---- several signals ----
 
-struct Stages {
+struct TransformStages {
   Sizes first, rest;
 };
 // Nothing if one call sends no more. `dims`: the transformed dims, in the call's order.
-std::optional<Stages> stages_of(Transform kind, const Layout& layout, c10::SymIntArrayRef sizes, const Sizes& dims) {
+std::optional<TransformStages> stages_of(Transform kind, const Layout& layout, c10::SymIntArrayRef sizes, const Sizes& dims) {
   Sizes cut, whole, others; // of `dims`; the other dims
   for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) {
     if (!has(dims, d)) {
@@ -234,13 +239,14 @@ std::optional<Stages> stages_of(Transform kind, const Layout& layout, c10::SymIn
   const Sizes last_alone{last}, before(dims.begin(), dims.end() - 1);
   if (kind == Transform::C2R) {
     const bool others_cut = cut.size() > 1 || cut[0] != last;
-    return take_cuts(others_cut ? others : before) == others_cut ? std::nullopt : std::optional(Stages{before, last_alone});
+    return take_cuts(others_cut ? others : before) == others_cut ? std::nullopt
+                                                                 : std::optional(TransformStages{before, last_alone});
   }
   const bool may_begin = kind == Transform::C2C ? !whole.empty() : !layout.shards(last);
   if (may_begin && take_cuts(whole)) {
-    return Stages{whole, cut};
+    return TransformStages{whole, cut};
   }
-  return take_cuts(others) ? std::nullopt : std::optional(Stages{last_alone, before});
+  return take_cuts(others) ? std::nullopt : std::optional(TransformStages{last_alone, before});
 }
 
 // `arguments`: self, dims, normalization, and one more.

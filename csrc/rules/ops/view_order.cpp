@@ -18,13 +18,13 @@ Geometry strides_of(c10::ArrayRef<int64_t> dims) {
   return g;
 }
 
-Sizes identity(int64_t n) {
+Sizes dims_in_order(int64_t n) {
   Sizes order(n);
   std::iota(order.begin(), order.end(), 0);
   return order;
 }
 
-at::Tensor own(const Run& run, at::Tensor view) {
+at::Tensor own(const KernelRun& run, at::Tensor view) {
   return run.op.hasTag(at::Tag::view_copy) ? view.clone(at::MemoryFormat::Contiguous) : view;
 }
 
@@ -43,7 +43,7 @@ Rule permuted(const Call& call, c10::ArrayRef<int64_t> order) {
 }
 
 Rule same(const Call& call) {
-  return permuted(call, identity(call.tensors[0].dim()));
+  return permuted(call, dims_in_order(call.tensors[0].dim()));
 }
 
 namespace {
@@ -53,18 +53,18 @@ using Term = Geometry::Term;
 Rule t(const Call& call) {
   const auto n = call.tensors[0].dim();
   TORCH_CHECK(n <= 2, "t() expects a tensor with <= 2 dimensions, but self is ", n, "D");
-  auto order = identity(n);
+  auto order = dims_in_order(n);
   std::reverse(order.begin(), order.end());
   return permuted(call, order);
 }
 
-void transpose_kernel(Run& run) {
+void transpose_kernel(KernelRun& run) {
   run.returns({run.arg(0).toTensor().transpose(run.arg(1).toInt(), run.arg(2).toInt())});
 }
 
 Rule transpose(const Call& call) {
   const auto n = call.tensors[0].dim();
-  auto order = identity(n);
+  auto order = dims_in_order(n);
   const auto a = call.dim(1, n);
   const auto b = call.dim(2, n);
   if (n > 0) {
@@ -89,7 +89,7 @@ Rule permute(const Call& call) {
 
 // ---- dims of size 1 come and go ----
 
-void unsqueeze_kernel(Run& run) {
+void unsqueeze_kernel(KernelRun& run) {
   run.returns({run.arg(0).toTensor().unsqueeze(run.arg(1).toInt())});
 }
 
@@ -100,7 +100,7 @@ Rule unsqueeze(const Call& call) {
   auto in = fresh_dims(rule, n);
   auto out = in;
   out.insert(out.begin() + at, Dim(kNone));
-  auto strides = strides_of(identity(n));
+  auto strides = strides_of(dims_in_order(n));
   strides.strides.insert(strides.strides.begin() + at, at < n ? Geometry::Term{at, Geometry::kItsSize} : Geometry::Term{-1, 1});
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out));
@@ -109,13 +109,13 @@ Rule unsqueeze(const Call& call) {
   return rule;
 }
 
-struct Dropped {
+struct SqueezedDims {
   Sizes dims;
 };
 
 // A piece may have one row of a dim that is larger, so the kernel names the dims to drop.
-void squeeze_kernel(Run& run) {
-  run.returns({own(run, run.arg(0).toTensor().squeeze(noted<Dropped>(run.solution).dims))});
+void squeeze_kernel(KernelRun& run) {
+  run.returns({own(run, run.arg(0).toTensor().squeeze(kernel_data<SqueezedDims>(run.solution).dims))});
 }
 
 Rule squeeze(const Call& call) {
@@ -140,7 +140,7 @@ Rule squeeze(const Call& call) {
       kept.push_back(d);
     }
   }
-  rule.notes = Dropped{std::move(dropped)};
+  rule.kernel_data = SqueezedDims{std::move(dropped)};
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out));
   rule.results[0].geometry = strides_of(kept);

@@ -66,13 +66,13 @@ bool match(Rule& rule, const SymSizes& from, const SymSizes& to, Dims& in, Dims&
 }
 
 // Local strides differ from global ones: if the piece cannot be viewed, it is copied.
-void view_kernel(Run& run) {
+void view_kernel(KernelRun& run) {
   run.returns({own(run, run.arg(0).toTensor().reshape_symint(run.arg(1).toSymIntVector()))});
 }
 
 } // namespace
 
-Rule reshaped(const Call& call, const SymSizes& to, Told told) {
+Rule reshaped(const Call& call, const SymSizes& to, ReshapeArguments told) {
   Rule rule;
   const auto& x = call.tensors[0];
   bool merges = false;
@@ -91,16 +91,16 @@ Rule reshaped(const Call& call, const SymSizes& to, Told told) {
   rule.results[0].geometry->reshaped = true;
   rule.sizes_arg = 1;
   rule.kernel = view_kernel;
-  rule.always_kernel = told == Told::Strides;
+  rule.always_kernel = told == ReshapeArguments::Strides;
   // A dim with any stride can be split, so only merging needs the kernel.
-  rule.kernel_if = merges || told != Told::Sizes ? is_strided : nullptr;
+  rule.kernel_if = merges || told != ReshapeArguments::Sizes ? is_strided : nullptr;
   rule.passes_partial();
   return rule;
 }
 
 namespace {
 
-template <Told told>
+template <ReshapeArguments told>
 Rule view(const Call& call) {
   const auto& x = call.tensors[0];
   const auto to = at::infer_size_dv(c10::SymIntArrayRef(call.sym_ints(1)), numel_of(x.sym_sizes()));
@@ -108,7 +108,7 @@ Rule view(const Call& call) {
 }
 
 // torch requires strides that are multiples of the new dtype's size. The strides of an empty piece are arbitrary.
-void view_empty_as_dtype(Run& run) {
+void view_empty_as_dtype(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   auto strides = x.strides().vec();
   for (size_t d = 0; d + 1 < strides.size(); ++d) {
@@ -168,10 +168,10 @@ Rule view_as_complex(const Call& call) {
 } // namespace
 
 void register_view_reshape(Registry& r) {
-  r.add("views", {"_reshape_alias"}, view<Told::Strides>, {.symbols = true});
+  r.add("views", {"_reshape_alias"}, view<ReshapeArguments::Strides>, {.symbols = true});
   r.add("views", {"_reshape_copy"}, kAsOtherOps);
-  r.add("views", {"_unsafe_view", "view_copy"}, view<Told::SizesOfCopy>, {.symbols = true});
-  r.add("views", {"view"}, view<Told::Sizes>, {.symbols = true});
+  r.add("views", {"_unsafe_view", "view_copy"}, view<ReshapeArguments::SizesOfCopy>, {.symbols = true});
+  r.add("views", {"view"}, view<ReshapeArguments::Sizes>, {.symbols = true});
   r.add("views", {"view.dtype", "view_copy.dtype"}, view_dtype, {.symbols = true});
   r.add("views", {"view_as_complex", "view_as_complex_copy"}, view_as_complex);
   r.add("views", {"view_as_real", "view_as_real_copy"}, view_as_real, {.symbols = true});

@@ -1,9 +1,9 @@
 // as_strided, and ops that would change a tensor's memory.
 #include "rules/ops/views.h"
 
-#include "rules/exact.h"
+#include "rules/exact_dtypes.h"
 #include "rules/registry.h"
-#include "tensor/order.h"
+#include "tensor/dim_order.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
@@ -16,13 +16,13 @@ namespace shardtensor::rules {
 
 namespace {
 
-struct Strided {
+struct StridedView {
   SymSizes sizes, strides;
   c10::SymInt offset; // from the base's first element
 };
 
 // For each dim of the result: its base dim, start and step. Nothing if the result is not made of slices and transposes.
-struct Undone {
+struct SlicesOfBase {
   c10::SmallVector<int64_t, 5> dims; // of the base, or -1: size 1 or stride 0
   c10::SmallVector<Dim::SymWindow, 5> windows;
   SymSizes starts;   // per base dim
@@ -63,7 +63,7 @@ std::optional<SymSizes> index_at(const c10::SymInt& offset, const TensorArg& x, 
 
 // For each dim of the result that is larger than 1, its base dim: the one with the longest stride that does not exceed its own.
 // -1: stride 0. Nothing if two dims have the same base dim.
-std::optional<Sizes> dims_stepped_along(const Strided& to, const SymSizes& strides, const Sizes& order) {
+std::optional<Sizes> dims_stepped_along(const StridedView& to, const SymSizes& strides, const Sizes& order) {
   Sizes out(to.sizes.size(), -1);
   uint64_t used = 0;
   for (size_t j = 0; j < out.size(); ++j) {
@@ -80,7 +80,7 @@ std::optional<Sizes> dims_stepped_along(const Strided& to, const SymSizes& strid
   return out;
 }
 
-std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
+std::optional<SlicesOfBase> undo(const TensorArg& x, const StridedView& to) {
   const auto strides = x.sym_strides();
   const auto order = by_stride(x, strides);
   const auto dims = order ? dims_stepped_along(to, strides, *order) : std::nullopt;
@@ -88,7 +88,7 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
   if (!starts) {
     return std::nullopt;
   }
-  Undone out{*dims, {}, *starts};
+  SlicesOfBase out{*dims, {}, *starts};
   const auto n = to.sizes.size();
   out.windows.assign(n, Dim::SymWindow(0, 1, 1));
   for (size_t j = 0; j < n; ++j) {
@@ -123,9 +123,9 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
   return out;
 }
 
-void undone_kernel(Run& run) {
+void undone_kernel(KernelRun& run) {
   auto x = run.arg(0).toTensor();
-  const auto& undone = noted<Undone>(run.solution);
+  const auto& undone = kernel_data<SlicesOfBase>(run.solution);
   const auto n = undone.dims.size();
   const auto ndim = x.dim();
   Sizes order, chosen;
@@ -162,7 +162,7 @@ void undone_kernel(Run& run) {
 }
 
 // Selected rows of cut dims stay at their owners, as with select.
-void add_rows(const TensorArg& x, Rule& rule, Undone& undone, Dims& in, Dims& out) {
+void add_rows(const TensorArg& x, Rule& rule, SlicesOfBase& undone, Dims& in, Dims& out) {
   uint64_t kept = 0;
   for (auto d : undone.dims) {
     kept |= d < 0 ? 0 : uint64_t{1} << d;
@@ -178,7 +178,7 @@ void add_rows(const TensorArg& x, Rule& rule, Undone& undone, Dims& in, Dims& ou
   }
 }
 
-Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
+Rule undone_rule(const TensorArg& x, const StridedView& to, SlicesOfBase undone) {
   Rule rule;
   Dims in(x.dim(), Dim(kNone)), out;
   for (size_t j = 0; j < to.sizes.size(); ++j) {
@@ -196,7 +196,7 @@ Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
     }
   }
   add_rows(x, rule, undone, in, out);
-  rule.notes = std::move(undone);
+  rule.kernel_data = std::move(undone);
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), to.sizes);
   rule.always(undone_kernel);
@@ -274,14 +274,14 @@ bool lies_by(const at::Tensor& x, const SymSizes& strides) {
 
 namespace {
 
-struct Laid {
+struct BaseStrides {
   c10::SymInt offset; // from the first element
   SymSizes strides;   // of the base; the local tensor may have others
 };
 
-void whole_strided_kernel(Run& run) {
+void whole_strided_kernel(KernelRun& run) {
   auto x = run.arg(0).toTensor();
-  const auto& [offset, strides] = noted<Laid>(run.solution);
+  const auto& [offset, strides] = kernel_data<BaseStrides>(run.solution);
   if (!lies_by(x, strides)) {
     x = at::empty_strided_symint(x.sym_sizes(), strides, x.options()).copy_(x);
   }
@@ -299,9 +299,9 @@ c10::SymInt last_of(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, c10:
 
 // The view that the arguments from `arg` on describe (sizes, strides, offset), within the elements of a tensor of these strides
 // and this offset.
-Strided asked_for(const Call& call, int64_t arg, const SymSizes& strides, const c10::SymInt& start) {
+StridedView asked_for(const Call& call, int64_t arg, const SymSizes& strides, const c10::SymInt& start) {
   const auto& x = call.tensors[0];
-  Strided to{call.sym_ints(arg), call.sym_ints(arg + 1), 0};
+  StridedView to{call.sym_ints(arg), call.sym_ints(arg + 1), 0};
   if (call.has(arg + 2)) {
     to.offset = plus(call.sym_ints(arg + 2)[0], -start);
   }
@@ -329,27 +329,27 @@ Rule as_strided(const Call& call) {
       return undone_rule(x, to, *undone);
     }
     if (to.offset == 0 && numel_of(to.sizes) == numel_of(x.sym_sizes()) && reshaped_strides(x, to.sizes) == to.strides) {
-      return reshaped(call, to.sizes, Told::Strides);
+      return reshaped(call, to.sizes, ReshapeArguments::Strides);
     }
   }
   auto rule = replicate(call);
   rule.passes_partial();
   rule.results.emplace_back(Dims(to.sizes.size(), Dim(kNone)));
-  rule.notes = Laid{empty ? c10::SymInt(0) : to.offset, x.sym_strides()};
+  rule.kernel_data = BaseStrides{empty ? c10::SymInt(0) : to.offset, x.sym_strides()};
   rule.always(whole_strided_kernel);
   return rule;
 }
 
-void strided_scatter_kernel(Run& run) {
+void strided_scatter_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor(), source = run.arg(1).toTensor();
-  const auto& [offset, strides] = noted<Laid>(run.solution);
+  const auto& [offset, strides] = kernel_data<BaseStrides>(run.solution);
   auto out = at::empty_strided_symint(x.sym_sizes(), strides, x.options()).copy_(x);
   out.as_strided_symint(source.sym_sizes(), run.arg(3).toSymIntVector(), offset).copy_(source);
   run.returns({out});
 }
 
 // Whether index i of the requested first dim lies within index i of x's first dim, for all i. x's copy has these strides.
-bool first_dim_stays(const TensorArg& x, const SymSizes& strides, const Strided& to) {
+bool first_dim_stays(const TensorArg& x, const SymSizes& strides, const StridedView& to) {
   const auto sizes = x.sym_sizes();
   if (sizes.empty() || to.sizes.empty() || to.sizes[0] != sizes[0] || to.strides[0] != strides[0]) {
     return false;
@@ -374,7 +374,7 @@ Rule as_strided_scatter(const Call& call) {
   rule.operands.emplace_back(in);
   rule.operands.emplace_back(std::move(part));
   rule.results.emplace_back(std::move(in));
-  rule.notes = Laid{to.offset, form.strides};
+  rule.kernel_data = BaseStrides{to.offset, form.strides};
   lies_so(rule, std::move(form));
   rule.always(strided_scatter_kernel);
   rule.linear.push_back(moves(call, 0b11, x.dtype));

@@ -2,33 +2,33 @@
 // A slice of a sharded dim is a slice of every piece, and a reshape of other dims keeps it cut: both stay views, on every rank.
 #pragma once
 
-#include "rules/pieces.h"
+#include "rules/kernel_utils.h"
 
 namespace shardtensor::rules {
 
 // Dim d of the view has the stride of dim dims[d] of its base.
 Geometry strides_of(c10::ArrayRef<int64_t> dims);
 // 0 to n - 1
-Sizes identity(int64_t n);
+Sizes dims_in_order(int64_t n);
 
 // The diagonal of dims a and b; torch's op takes no symbol.
 at::Tensor diagonal_at(const at::Tensor& x, const c10::SymInt& offset, int64_t a, int64_t b);
 
 // The view itself, or a copy of it: the *_copy forms share the kernels of the views.
-at::Tensor own(const Run& run, at::Tensor view);
+at::Tensor own(const KernelRun& run, at::Tensor view);
 
 Rule permuted(const Call& call, c10::ArrayRef<int64_t> order);
 Rule same(const Call& call);
 
 template <at::Tensor (*f)(const at::Tensor&)>
-void unary_kernel(Run& run) {
+void unary_kernel(KernelRun& run) {
   run.returns({f(run.arg(0).toTensor())});
 }
 
 // The arguments of a reshaping op: the sizes of a view, the sizes of a possible copy, or also the whole's strides (which a
 // piece does not have).
-enum class Told { Sizes, SizesOfCopy, Strides };
-Rule reshaped(const Call& call, const SymSizes& to, Told told);
+enum class ReshapeArguments { Sizes, SizesOfCopy, Strides };
+Rule reshaped(const Call& call, const SymSizes& to, ReshapeArguments told);
 
 // ---- one index of a dim ----
 // If the dim is cut, the row lies whole at its owner: it is cut along one of its dims, the host, and the owner has all of it.

@@ -13,17 +13,17 @@ int64_t dim_of(const Dims& dims, int64_t factor) {
 
 Placement Choices::placement_of(size_t i, const Choice& c) const {
   const auto& operand = rule.operands[i];
-  switch (c.kind) {
-    case Choice::Kind::Shard: {
+  switch (c.role) {
+    case Choice::Role::Shard: {
       const auto d = dim_of(operand.dims, c.factor);
       if (d >= 0) {
         return Placement::shard(d, c.split_factor);
       }
       return operand.summand || call.tensors[i].mutated ? summands(c.factor, operand.reduce) : Placement::replicate();
     }
-    case Choice::Kind::Partial:
+    case Choice::Role::Partial:
       return c.group->operands.has(i) || call.tensors[i].output ? c.partial : Placement::replicate();
-    case Choice::Kind::Replicate:
+    case Choice::Role::Replicate:
       return Placement::replicate();
   }
   return {};
@@ -39,8 +39,8 @@ Placement Choices::summands(int64_t factor, const std::optional<std::optional<Re
 }
 
 Placement Choices::placement_of(const Result& r, const Choice& c) const {
-  if (c.kind != Choice::Kind::Shard) {
-    return c.kind == Choice::Kind::Partial ? c.partial : Placement::replicate();
+  if (c.role != Choice::Role::Shard) {
+    return c.role == Choice::Role::Partial ? c.partial : Placement::replicate();
   }
   const auto d = dim_of(r.dims, c.factor);
   if (d >= 0) {

@@ -7,14 +7,14 @@ namespace shardtensor::rules {
 
 // How one mesh dim is used by the op.
 struct Choice {
-  enum class Kind : uint8_t { Shard, Partial, Replicate };
-  Kind kind = Kind::Replicate;
+  enum class Role : uint8_t { Shard, Partial, Replicate };
+  Role role = Role::Replicate;
   int64_t factor = kNone; // Shard
   int64_t donor = -1;     // Shard: the operand whose cut the others follow
   int64_t donor_dim = -1;
   int32_t split_factor = 1;
-  const Linear* group = nullptr; // Partial
-  Placement partial;             // Partial
+  const LinearGroup* group = nullptr; // Partial
+  Placement partial;                  // Partial
 };
 
 // The dim that carries the factor, or -1.
@@ -27,7 +27,7 @@ struct Choices {
   const Call& call;
   const Rule& rule;
   c10::SmallVector<Choice, 3> made;
-  c10::SmallVector<Cut, 3> cuts; // in units of the factor: null is even in those units
+  c10::SmallVector<Cut, 3> cuts; // in units of the factor; null: even in those units
 
   // The placement of operand i along a mesh dim with choice `c`.
   Placement placement_of(size_t i, const Choice& c) const;

@@ -1,7 +1,7 @@
 #include "rules/resolve/resolve.h"
 
-#include "rules/resolve/choice.h"
-#include "rules/resolve/cutting.h"
+#include "rules/resolve/chooser.h"
+#include "rules/resolve/factor_cuts.h"
 
 #include <algorithm>
 
@@ -25,7 +25,7 @@ class Resolver {
     s->runs.assign(rule_.reaches.empty() ? 0 : rule_.factors.size(), std::nullopt);
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
       const auto& c = choices_.made[m];
-      if (c.kind == Choice::Kind::Shard) {
+      if (c.role == Choice::Role::Shard) {
         s->factor_mesh_dims[c.factor] |= uint64_t{1} << m;
         kernel |= rule_.factors[c.factor].kernel;
         s->shards = true;
@@ -34,7 +34,7 @@ class Resolver {
     s->kernel_if = kernel ? nullptr : rule_.kernel_if;
     s->kernel = kernel || rule_.kernel_if ? rule_.kernel : nullptr;
     s->put_back = kernel ? rule_.put_back : nullptr;
-    s->notes = rule_.notes;
+    s->kernel_data = rule_.kernel_data;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
       const auto& t = call_.tensors[i];
       auto need = operand_layout(i);
@@ -94,16 +94,16 @@ class Resolver {
       if (!s.factor_mesh_dims[f] && (!s.kernel || rule_.factors[f].whole)) {
         continue;
       }
-      std::optional<Solution::Indexed> first;
+      std::optional<Solution::MatchedDim> first;
       for (size_t i = 0; i < call_.tensors.size(); ++i) {
         const auto& dims = rule_.operands[i].dims;
         const auto d = dim_of(dims, f);
         if (d < 0 || dims[d].window || !dims[d].at.empty() || dims[d].reach != kNone || call_.tensors[i].output) {
           continue;
         }
-        const Solution::Indexed here{static_cast<int32_t>(i), static_cast<int16_t>(d), dims[d].inner};
+        const Solution::MatchedDim here{static_cast<int32_t>(i), static_cast<int16_t>(d), dims[d].inner};
         if (first) {
-          s.alike.emplace_back(*first, here);
+          s.must_match.emplace_back(*first, here);
         } else {
           first = here;
         }
@@ -167,7 +167,7 @@ class Resolver {
 
   bool is_sharded(int64_t factor) const {
     return std::any_of(choices_.made.begin(), choices_.made.end(), [&](const Choice& c) {
-      return c.kind == Choice::Kind::Shard && c.factor == factor;
+      return c.role == Choice::Role::Shard && c.factor == factor;
     });
   }
 
@@ -210,7 +210,7 @@ class Resolver {
     return cut.intervals(0, cutting_.factor_size(factor).guard_int(__FILE__, __LINE__), at)[0];
   }
 
-  Fetch fetch(size_t i, const Layout& from) const {
+  HaloExchange fetch(size_t i, const Layout& from) const {
     const auto& t = call_.tensors[i];
     const auto& dims = rule_.operands[i].dims;
     const auto plain = operand_layout(i); // whole along the dims that are read through windows
@@ -221,8 +221,8 @@ class Resolver {
       const bool windows = dims[d].reach != kNone && is_sharded(dims[d].factor);
       factors.push_back(windows ? cutting_.factor_layout(dims[d].factor) : nullptr);
     }
-    return Fetch(from, sizes, [&](const Coordinate& at) {
-      Stretches out;
+    return HaloExchange(from, sizes, [&](const Coordinate& at) {
+      PaddedBox out;
       for (size_t d = 0; d < dims.size(); ++d) {
         if (factors[d]) {
           const auto each = dims[d].inner.guard_int(__FILE__, __LINE__); // a reach counts in units of it
@@ -253,7 +253,7 @@ class Resolver {
     return -1;
   }
 
-  Solution::Result result(const Result& r) const {
+  Solution::ResultSpec result(const Result& r) const {
     Placements placements;
     Cuts cuts(mesh_.ndim());
     bool sharded = false;
@@ -265,7 +265,7 @@ class Resolver {
         sharded = true;
       }
     }
-    Solution::Result out{
+    Solution::ResultSpec out{
         .layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts)),
         .strides = r.strides,
         .order = r.order,
@@ -301,7 +301,7 @@ class Resolver {
   const Rule& rule_;
   const Mesh& mesh_;
   Choices choices_;
-  Cutting cutting_;
+  FactorCuts cutting_;
   bool weighed_ = false;
 };
 

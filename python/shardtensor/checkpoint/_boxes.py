@@ -25,7 +25,7 @@ def chunks(t: ShardTensor) -> list[ChunkStorageMetadata]:
         return [chunk for chunk in wrapper.local_chunks if all(chunk.sizes) or not t.numel()]
     return [
         ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        for offsets, sizes in (layout.boxes(list(t.shape)) if layout.mesh.has_me else [])
+        for offsets, sizes in (layout.boxes(list(t.shape)) if layout.mesh.has_this_rank else [])
         if all(sizes) or not t.numel()
     ]
 

@@ -46,7 +46,7 @@ def read(
     who = "data.read"
     mesh = given_mesh(mesh, who)
     view = as_mesh(mesh)
-    if not view.has_me:
+    if not view.has_this_rank:
         raise ValueError(f"{who}: argument 'mesh' ({view}) does not hold rank {view.rank}, so this rank has nothing to read")
     piece, sizes, layout, error = None, [], None, None
     try:
@@ -212,7 +212,7 @@ def _whole_summands_refused(x: torch.Tensor, who: str) -> ShardTensor:
     layout = ours._layout
     if has_shards(ours):
         raise NotImplementedError(f"{who}: the tensor's pieces are LocalShardsWrappers; redistribute it to a layout first (rank {layout.mesh.rank})")
-    if not layout.mesh.has_me:
+    if not layout.mesh.has_this_rank:
         raise ValueError(f"{who}: {layout.mesh} does not hold rank {layout.mesh.rank}, so this rank has nothing to write")
     _refuse_summands(layout, f"{who}: the tensor")
     return ours.detach()  # type: ignore[return-value]

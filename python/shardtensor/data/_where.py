@@ -14,7 +14,7 @@ from shardtensor.tensor._mesh import as_mesh
 def check_placements(mesh: DeviceMesh, placements: Sequence[Placement] | None, who: str) -> tuple[Placement, ...]:
     """One Shard or Replicate per mesh dim; the first Shard's dim is the one of the rows. None: [Shard(0)] on a mesh of one dim."""
     view = as_mesh(mesh)
-    if not view.has_me:
+    if not view.has_this_rank:
         raise ValueError(f"{who}: argument 'mesh' ({view}) does not hold rank {view.rank}, so this rank has no part of the batches")
     if placements is None:
         if mesh.ndim != 1:

@@ -86,7 +86,7 @@ class Entrance:
                     recent.append(plain)
                     return shared
                 break
-        if not layout.mesh.has_me or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if not layout.mesh.has_this_rank or torch._C._functorch.is_functorch_wrapped_tensor(value):
             return ShardTensor.from_local(value, as_device_mesh(layout.mesh), (Replicate(),))
         tensor = _C.from_local(value, layout)
         plain = _Plain(value, _forget)

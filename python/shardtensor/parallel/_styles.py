@@ -283,7 +283,7 @@ class _LikeWeight:
         pieces, mesh = pieces_of_features(layout, dim, features), layout.mesh
         even = len(set(pieces)) == 1
         entered = make_layout(self.mesh, (Shard(-1),), ndim, () if even else (pieces,), who="RowwiseParallel")
-        known = self.known[key] = entered, pieces[mesh.coordinate[0]] if mesh.has_me else -1, even
+        known = self.known[key] = entered, pieces[mesh.coordinate[0]] if mesh.has_this_rank else -1, even
         return known
 
 

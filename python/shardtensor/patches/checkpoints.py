@@ -42,7 +42,7 @@ def _part(key: str, whole: torch.Tensor, t: ShardTensor) -> torch.Tensor:
     _refuse_summands(layout, f"state dict: the tensor that {key!r} is loaded into")
     if wrapper is not None:
         return in_places_of(wrapper, whole.detach())
-    return _piece(whole.detach(), layout) if layout.mesh.has_me else _nothing_of(whole.detach())
+    return _piece(whole.detach(), layout) if layout.mesh.has_this_rank else _nothing_of(whole.detach())
 
 
 def _cut_alike(key: str, whole: torch.Tensor, t: ShardTensor, device: torch.device) -> ShardTensor:

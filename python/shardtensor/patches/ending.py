@@ -1,6 +1,6 @@
 """The end of a script, the end of process groups, and barriers: tells the other ranks why this one does not come. All versions.
 
-A rank that waits for this one reads it in the store (csrc/comm/faults.h).
+A rank that waits for this one reads it in the store (csrc/comm/desync.h).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from shardtensor.patches._patch import Patch
 
 def _or_ours(known: Callable[..., bool]) -> Callable[..., bool]:
     def contains_collective(node: Any, *more: Any, **options: Any) -> bool:
-        ours = getattr(getattr(node, "node", None), "op_overload", None) is torch.ops.shardtensor.put_off.default
+        ours = getattr(getattr(node, "node", None), "op_overload", None) is torch.ops.shardtensor.defer_call.default
         return ours or known(node, *more, **options)
 
     return contains_collective

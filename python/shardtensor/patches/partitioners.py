@@ -120,7 +120,7 @@ def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[.
 
 
 def _is_collective(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) == "_c10d_functional" or node.target is torch.ops.shardtensor.put_off.default
+    return getattr(node.target, "namespace", None) == "_c10d_functional" or node.target is torch.ops.shardtensor.defer_call.default
 
 
 def _is_key(node: torch.fx.Node) -> bool:

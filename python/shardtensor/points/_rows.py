@@ -45,7 +45,7 @@ def as_sharded(who: str, **tensors: torch.Tensor) -> list[ShardTensor]:
         t = ShardTensor.from_dtensor(t)
         if t._layout.mesh != view:
             raise ValueError(f"{who}: argument '{name}' is on {t._layout.mesh}, another on {view}; redistribute one of them (rank {view.rank})")
-        if has_shards(t) or not view.has_me:
+        if has_shards(t) or not view.has_this_rank:
             raise NotImplementedError(f"{who}: argument '{name}' has no single piece on rank {view.rank} ({t._layout})")
         out.append(t)
     return out

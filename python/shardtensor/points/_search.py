@@ -88,8 +88,8 @@ def _as_queries(local: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 
 @outside_graphs
 def knn(points: torch.Tensor, queries: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k nearest of `points` [P, D] to each of `queries` [Q, D], nearest first: their global numbers and distances, both [Q,
-    k] and cut as the queries. Of points at the same distance those with smaller numbers come first.
+    """The k nearest of `points` [P, D] to each of `queries` [Q, D], nearest first: their global numbers and distances, both
+    [Q, k] and cut as the queries. Of points at the same distance those with smaller numbers come first.
 
     Both sets may be cut in any way; besides its own pieces a rank holds at most two others of `points`, and a block of distances.
     The distances are differentiable with respect to both sets. Plain tensors give plain ones, with the same values.

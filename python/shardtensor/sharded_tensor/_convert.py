@@ -136,7 +136,7 @@ def _pieces_as_local(t: ShardedTensor, held: list[Box], layout: _C.Layout, sizes
     device = torch.device(layout.mesh.device_type)
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    if not layout.mesh.has_me:
+    if not layout.mesh.has_this_rank:
         return _nothing_of(torch.empty(0, dtype=t.dtype, device=device))
     if len(mine) == 1:
         return mine[0].to(device)

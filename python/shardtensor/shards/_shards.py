@@ -76,14 +76,14 @@ def from_shards(
             f"{who}: argument 'sharding_shapes' is given with a LocalShardsWrapper, whose offsets say where its shards are; pass "
             f"'shape' (rank {view.rank})"
         )
-    none = not view.has_me or not wrapper.local_shards()
+    none = not view.has_this_rank or not wrapper.local_shards()
     ndim = len(shape) if shape is not None and none else wrapper.ndim
     if run_check:
         like = wrapper.parts()[0].to(device_of(view)) if none else wrapper.local_shards()[0]
         ndim = check_same_arguments(like, view, placements, shape, who)
     if shape is not None and len(shape) != ndim:
         raise ValueError(f"{who}: argument 'shape' has {len(shape)} dims, the local tensor {ndim} (rank {view.rank})")
-    device = device_of(view) if view.has_me else wrapper.parts()[0].device
+    device = device_of(view) if view.has_this_rank else wrapper.parts()[0].device
     if none and (wrapper.local_shards() or (wrapper.ndim, wrapper.device) != (ndim, device)):
         wrapper = LocalShardsWrapper([], [], ndim=ndim, dtype=wrapper.dtype, device=device)
     layout = make_layout(mesh, placements, ndim, who=who)
@@ -186,7 +186,7 @@ def _exchanged(
 
 def _piece_in(layout: _C.Layout, sizes: list[int], parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """The piece made of `parts`, its boxes that have elements."""
-    shape = layout.local_sizes(sizes) if layout.mesh.has_me else [0]
+    shape = layout.local_sizes(sizes) if layout.mesh.has_this_rank else [0]
     if len(parts) == 1 and list(parts[0].shape) == shape:
         return parts[0]
     piece = torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -94,7 +94,7 @@ def distribute_tensor(
             f"dim (rank {layout.mesh.rank})"
         )
     local = tensor.detach()
-    if not layout.mesh.has_me:
+    if not layout.mesh.has_this_rank:
         nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device if tensor.is_meta else device_of(mesh))
         return _C.wrap(nothing, layout, list(tensor.shape), _C.strides_like(list(tensor.shape), tensor)).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
     if not tensor.is_meta:
@@ -143,7 +143,7 @@ def scatter_tensor(
     view = as_mesh(mesh)
     if global_src not in view.ranks:
         raise ValueError(f"{who}: argument 'global_src' is rank {global_src}, which {view} does not hold (rank {view.rank})")
-    if not view.has_me:
+    if not view.has_this_rank:
         raise ValueError(f"{who}: argument 'device_mesh' ({view}) does not hold rank {view.rank}")
     source = view.rank == global_src
     coordinate = coordinate_at(view, view.ranks.index(global_src))
@@ -359,7 +359,7 @@ def _spaced(who: str, whole: torch.Tensor, layout: torch.layout, requires_grad: 
     where = _full_layout(mesh, placements, sizes, sharding_shapes, who)
 
     def fill(local_sizes: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if not where.mesh.has_me:
+        if not where.mesh.has_this_rank:
             return torch.empty(local_sizes, dtype=dtype, device=device)
         return _piece(whole, where).to(device=device).clone()
 

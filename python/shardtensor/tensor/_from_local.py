@@ -76,7 +76,7 @@ def layout_for_local(
     if len(sizes) != local.ndim:
         raise ValueError(f"{who}: argument 'shape' has {len(sizes)} dims, the local tensor {local.ndim} (rank {rank})")
     check_cuts(layout, cuts, sizes, who=who)
-    if not view.has_me:
+    if not view.has_this_rank:
         return layout, sizes
     if told is None:
         _check_fit(local.shape, layout, sizes, view.coordinate, rank, who)
@@ -165,7 +165,7 @@ def _ask_everyone(local: torch.Tensor, mesh: _C.Mesh, arguments: str) -> list[_T
 
 
 def check_can_ask(mesh: _C.Mesh, who: str) -> None:
-    if not mesh.has_me:
+    if not mesh.has_this_rank:
         raise ValueError(
             f"{who}: argument 'device_mesh' ({mesh}) does not hold rank {mesh.rank}, so this rank cannot learn the sizes; pass 'shape' or "
             "'sharding_shapes'"

@@ -244,7 +244,7 @@ def shapes_along(layout: _C.Layout, mesh_dim: int, sizes: Sequence[int], at: Seq
 
 def sharding_shapes_of(layout: _C.Layout, sizes: Sequence[int], *, who: str) -> dict[int, list[torch.Size]]:
     """The argument sharding_shapes that gives these cuts; as an argument it means the same on all ranks."""
-    mine = layout.mesh.coordinate if layout.mesh.has_me else [0] * len(layout.mesh.shape)
+    mine = layout.mesh.coordinate if layout.mesh.has_this_rank else [0] * len(layout.mesh.shape)
     out = {}
     for mesh_dim, (kind, dim, split_factor, *_) in enumerate(layout.placements):
         if split_factor > 1 and layout.cuts[mesh_dim] is not None:

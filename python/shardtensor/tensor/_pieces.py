@@ -28,7 +28,7 @@ def _nothing_of(t: torch.Tensor) -> torch.Tensor:
 def box_views(piece: torch.Tensor, layout: _C.Layout, sizes: list[int]) -> list[tuple[list[int], torch.Tensor]]:
     """For each box of this rank's piece: its offset in the whole, and the box as a view of the piece."""
     out = []
-    for offsets, lengths in layout.boxes(sizes) if layout.mesh.has_me else []:
+    for offsets, lengths in layout.boxes(sizes) if layout.mesh.has_this_rank else []:
         box = piece
         for dim, wanted in enumerate(zip(offsets, lengths, strict=True)):
             at = 0

@@ -206,7 +206,7 @@ class ShardTensor(DTensor):
         who = "ShardTensor.local_sizes"
         layout = self._layout_of_pieces(who)
         mesh = layout.mesh
-        if rank is None and not mesh.has_me:
+        if rank is None and not mesh.has_this_rank:
             return torch.Size([0])
         rank = mesh.rank if rank is None else rank
         if rank not in mesh.ranks:
@@ -272,7 +272,7 @@ class ShardTensor(DTensor):
         grad_layout = None
         if grad_placements is not None:
             grad_layout = _grad_layout(layout, grad_placements, local_tensor.ndim, who)
-        if not layout.mesh.has_me:  # as in torch: an empty piece, with the others' layout
+        if not layout.mesh.has_this_rank:  # as in torch: an empty piece, with the others' layout
             sizes = sizes or layout.sizes_of_equal_pieces(list(local_tensor.shape))
             stride = stride or tuple(_C.strides_like(sizes, local_tensor))
             local_tensor = _nothing_of(local_tensor)
@@ -673,7 +673,7 @@ def _check_piece(local: torch.Tensor, layout: _C.Layout, shape: list[int], saved
             wrong = f"one of {ranks} ranks saved it, and now there are {now}"
         elif rank != mesh.rank and _piece_at(layout, rank) != _piece_at(layout, mesh.rank):
             wrong = f"rank {rank} saved it"
-    if not wrong and mesh.has_me and not holds_shards(local):
+    if not wrong and mesh.has_this_rank and not holds_shards(local):
         due = layout.local_sizes(shape)
         if list(local.shape) != due:
             wrong = f"it has sizes {list(local.shape)}, and this rank's piece has {due}"
