@@ -21,9 +21,9 @@ import torch.utils._pytree as pytree
 
 # Modules called test_<family>, and the number of parts that the suite splits each into.
 FAMILIES = {
-    "attention": 1, "convolution": 1, "embedding": 1, "grids": 1, "indexing": 1, "joins": 1, "linalg": 2, "losses": 3, "matmul": 2,
-    "normalization": 1, "outputs": 1, "padding": 1, "pointwise": 1, "pooling": 1, "random": 1, "reductions": 3, "resampling": 1, "sampling": 1,
-    "scans": 1, "softmax": 1, "spectral": 1, "summands": 1, "turns": 1, "uneven_list": 4, "views": 2,
+    "attention": 1, "convolution": 1, "embedding": 1, "flip_roll_repeat": 1, "im2col_distance": 1, "indexing": 1, "joins": 1, "linalg": 2,
+    "losses": 3, "matmul": 2, "normalization": 1, "out_arguments": 1, "padding": 1, "pointwise": 1, "pooling": 1, "random": 1, "reductions": 3,
+    "resampling": 1, "sampling": 1, "scans": 1, "softmax": 1, "spectral": 1, "summands": 1, "uneven_list": 4, "views": 2,
 }  # fmt: skip
 
 RIGHT, OTHER_LAYOUT, RAISES, WRONG = "right", "laid out otherwise", "raises", "wrong"
@@ -85,7 +85,7 @@ def _of_random(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
         yield name, [_placed(unary, [whole], [choice], mesh) for choice in choices(whole, mesh.ndim, True)]
 
 
-def _of_outputs(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
+def _of_out_arguments(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
     from oracle import case, combinations
 
     for name, (function, sizes) in module.OUT.items():
@@ -117,7 +117,7 @@ def _of_summands(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
 
 
 _OF_FAMILY = {
-    "outputs": _of_outputs,
+    "out_arguments": _of_out_arguments,
     "random": _of_random,
     "summands": _of_summands,
     "uneven_list": _of_uneven_list,

@@ -1166,7 +1166,7 @@ def test_returned_views_are_one_graph(name):
 
 
 # The families whose every case is compiled once for all lengths, but for those below.
-ONE_GRAPH = ["attention", "indexing", "joins", "losses", "padding", "reductions", "turns", "views"]
+ONE_GRAPH = ["attention", "flip_roll_repeat", "indexing", "joins", "losses", "padding", "reductions", "views"]
 SEVERAL_GRAPHS = {
     "which of a diagonal's two sides ends it is guarded": ["diagonal_none"],
     "one graph for each remainder by the number of chunks, or by ranks times steps": ["chunk", "slice_step"],
@@ -1204,7 +1204,7 @@ def test_one_graph_for_two_lengths_of_each_case(pools, family, world, longer):
 
 # On uneven pieces too. Of these, some wrote, some raised, and in others the ranks chose different layouts.
 SYMBOLIC = {
-    "outputs": ["abs", "amax", "sum", "tril"],
+    "out_arguments": ["abs", "amax", "sum", "tril"],
     "random": ["uniform_", "transposed"],
     "joins": ["stack", "stack_alike", "hstack", "cat_alike", "cat_columns"],
     "padding": ["pad_negative"],

@@ -206,8 +206,8 @@ def test_what_moves(play, name):
 
 # Families whose ops look at no values, but for a few cases: what such a group gathers has none.
 BY_LAYOUT = (
-    "attention", "convolution", "grids", "joins", "matmul", "normalization", "padding", "pointwise", "pooling", "reductions", "resampling",
-    "softmax", "spectral", "turns", "views",
+    "attention", "convolution", "flip_roll_repeat", "im2col_distance", "joins", "matmul", "normalization", "padding", "pointwise", "pooling",
+    "reductions", "resampling", "softmax", "spectral", "views",
 )  # fmt: skip
 BY_VALUE = re.compile(r"inverse|segment_|(max|min)_dim")
 

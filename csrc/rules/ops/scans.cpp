@@ -390,23 +390,21 @@ at::ScalarType dtype_of_counts(at::ScalarType weights) {
 // Counts of pieces add up if they have one length, which the greatest value of all pieces decides.
 void bincount_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
-  const auto minlength = run.arg(2).toSymInt();
+  const auto minlength = run.arg(2).toInt();
   if (minlength < 0 || run.operands[0].size(0) == 0) {
     return run.call_op(); // refused by all ranks; or nothing to count
   }
-  const auto own = extreme(x.to(at::kLong), {0}, ReduceOp::Max);
-  const auto most = over_ranks(own, run, mesh_dims_of(run, kAllFactors), ReduceOp::Max);
-  run.arg(2) = minlength.max(most.item().toSymInt() + 1);
-  if (!is_empty(x)) {
+  const auto own = extreme(x.to(at::kLong), {0}, ReduceOp::Max).add(1).clamp_min(minlength);
+  const auto length = over_ranks(own, run, mesh_dims_of(run, kAllFactors), ReduceOp::Max).item().toSymInt();
+  if (!is_empty(x) && !is_traced(x)) {
+    run.arg(2) = length;
     return run.call_op();
   }
-  // Of an empty piece torch's dtype differs. So this counts one value, with weight 0.
+  // torch's op returns an empty piece's counts in another dtype, and in a graph as many as a symbol of its own says.
   const auto weights = run.arg(1).toOptional<at::Tensor>();
   const auto dtype = weights ? dtype_of_counts(weights->scalar_type()) : at::kLong;
-  run.arg(0) = most;
-  run.arg(1) = at::zeros({1}, x.options().dtype(at::kFloat));
-  run.call_op();
-  run.stack.back() = run.stack.back().toTensor().to(dtype);
+  const auto added = weights ? weights->to(dtype) : at::ones_like(x, dtype);
+  run.returns({at::zeros_symint({length}, x.options().dtype(dtype)).scatter_add(0, x.to(at::kLong), added)});
 }
 
 // (self, weights?, minlength)
