@@ -259,8 +259,9 @@ void around(const Op& op, torch::jit::Stack* stack, RunFn run) {
     return run(stack);
   }
   same(text_of(op, *stack, base, refs), *mesh);
+  const bool has_values = !op.is_view && !(op.entry && op.entry->options.unwritten); // views may be of fresh memory
   torch::jit::Stack given;
-  if (!op.mutated && !op.is_view && std::any_of(stack->begin() + static_cast<int64_t>(base), stack->end(), holds_summands)) {
+  if (!op.mutated && has_values && std::any_of(stack->begin() + static_cast<int64_t>(base), stack->end(), holds_summands)) {
     given.assign(stack->begin() + static_cast<int64_t>(base), stack->end());
   }
   CallOutcome end;
@@ -277,7 +278,6 @@ void around(const Op& op, torch::jit::Stack* stack, RunFn run) {
   }
   const auto first = stack->size() - op.returns_argument.size();
   if (!failed) {
-    const bool has_values = !op.is_view && !(op.entry && op.entry->options.unwritten); // views may be of fresh memory
     for (const auto& t : written) {
       add_result(end, t, has_values);
     }
