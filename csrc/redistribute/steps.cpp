@@ -389,6 +389,9 @@ void reduce_on_the_way(
 // `flat` has room for one buffer and then others: moves `own` between them, to place `me`.
 void put_between(at::Tensor& flat, const at::Tensor& own, int64_t me) {
   const auto numel = own.numel();
+  if (numel == 0) {
+    return;
+  }
   if (flat.is_cpu() && !is_traced(flat)) {
     const auto bytes = static_cast<size_t>(own.nbytes());
     auto* at = static_cast<char*>(flat.mutable_data_ptr());
