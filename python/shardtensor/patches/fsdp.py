@@ -333,21 +333,9 @@ PATCHES = (
     ),
     _of_param("_init_sharded_param", _seen_without_padding, "the gathered parameter is seen without the padding.", "the same", since="2.15"),
     _of_param("reset_sharded_param", _padding_again, "a new local tensor gets the padding.", "the same", since="2.15"),
-    Patch(
-        f"{_FSDP}_fsdp_state",
-        "FSDPState",
-        _disable_hooks_once,
-        why=_SLOW_HOOKS,
-        ask=_HOOKS_ONCE,
-        without="FSDP's hooks take longer on the host.",
-    ),
-    Patch(
-        f"{_FSDP}_fsdp_param_group",
-        "FSDPParamGroup",
-        _disable_hooks_once,
-        why=_SLOW_HOOKS,
-        ask=_HOOKS_ONCE,
-        without="FSDP's hooks take longer on the host.",
+    *(
+        Patch(f"{_FSDP}{file}", name, _disable_hooks_once, _SLOW_HOOKS, _HOOKS_ONCE, without="FSDP's hooks take longer on the host.")
+        for file, name in (("_fsdp_state", "FSDPState"), ("_fsdp_param_group", "FSDPParamGroup"))
     ),
     Patch(
         f"{_FSDP}_fsdp_param_group",
