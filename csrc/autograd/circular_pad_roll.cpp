@@ -3,6 +3,7 @@
 // dispatch/plain_tensors, tensor/.
 #include "autograd/formula.h"
 #include "autograd/functions.h"
+#include "autograd/with_gradient.h"
 #include "dispatch/plain_tensors.h"
 #include "redistribute/watch.h"
 #include "tensor/shard_tensor.h"
@@ -14,7 +15,6 @@
 #include <ATen/ops/_pad_circular_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/flip_ops.h>
 #include <ATen/ops/repeat_ops.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 
@@ -23,38 +23,24 @@ namespace shardtensor {
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Result o along dim is the sum of t[o + shift] over the shifts.
 Tensor shifted(const Tensor& t, int64_t dim, const std::vector<int64_t>& shifts, const c10::SymInt& size, bool multiple = false) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("shardtensor::shifted", "")
-                             .typed<Tensor(at::TensorList, int64_t, at::IntArrayRef, c10::SymInt, bool)>();
-  at::AutoDispatchBelowADInplaceOrView below;
+  static const auto op = own_op<Tensor(at::TensorList, int64_t, at::IntArrayRef, c10::SymInt, bool)>("shardtensor::shifted");
   return op.call(std::vector<Tensor>(shifts.size(), t), dim, shifts, size, multiple);
 }
 
 // The gradient is the same with the shifts reversed.
-struct ShiftSum : torch::autograd::Function<ShiftSum> {
-  static Tensor forward(
-      AutogradContext* ctx, const Tensor& t, int64_t dim, const std::vector<int64_t>& shifts, const c10::SymInt& size) {
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["shifts"] = shifts;
-    ctx->saved_data["size"] = t.sym_size(dim);
-    return shifted(t, dim, shifts, size);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    auto shifts = ctx->saved_data["shifts"].toIntVector();
-    for (auto& shift : shifts) {
-      shift = -shift;
-    }
-    return {
-        apply(grads[0], ctx->saved_data["dim"].toInt(), shifts, ctx->saved_data["size"].toSymInt()), Tensor(), Tensor(),
-        Tensor()};
-  }
-};
+Tensor shift_sum(const Tensor& t, int64_t dim, const std::vector<int64_t>& shifts, const c10::SymInt& size) {
+  auto back = shifts;
+  std::transform(back.begin(), back.end(), back.begin(), std::negate<>());
+  return with_gradient(
+      {t}, {}, [&] { return shifted(t, dim, shifts, size); },
+      [dim, back, size_before = t.sym_size(dim)](const Tensor& grad, const variable_list&) -> variable_list {
+        return {shift_sum(grad, dim, back, size_before)};
+      });
+}
 
 // False in forward mode, for which there are only torch's formulas.
 bool is_cut(const Tensor& t, int64_t dim) {
@@ -86,46 +72,40 @@ Tensor pad_circular(const Tensor& self, c10::SymIntArrayRef padding) {
     if (after) {
       shifts.push_back(-before - size);
     }
-    out = shifts.size() == 1 ? out : ShiftSum::apply(out, dim, shifts, size + before + after);
+    out = shifts.size() == 1 ? out : shift_sum(out, dim, shifts, size + before + after);
   }
   return out;
 }
 
-// Result o along dim is t[o mod size], or (`added`) the sum of all t[o + size / times * i]. Each is the other's gradient.
-struct RepeatOrFold : torch::autograd::Function<RepeatOrFold> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& t, int64_t dim, int64_t times, bool added) {
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["times"] = times;
-    ctx->saved_data["added"] = added;
-    static const auto repeats_added = c10::Dispatcher::singleton()
-                                          .findSchemaOrThrow("shardtensor::repeats_added", "")
-                                          .typed<Tensor(const Tensor&, int64_t, int64_t)>();
-    at::AutoDispatchBelowADInplaceOrView below;
-    if (!added) {
-      std::vector<int64_t> each(t.dim(), 1);
-      each[dim] = times;
-      return t.repeat(each);
-    }
-    const auto pieces = as_shard_tensor(t)->layout().pieces_of(dim);
-    // A rank reads all the gradients of its piece. If it holds more than one copy of the whole, it first adds up the gradients
-    // of its copies.
-    const auto size = t.size(dim) / times;
-    if (times > pieces) {
-      return repeats_added.call(t, dim, size);
-    }
-    std::vector<int64_t> shifts;
-    for (int64_t i = 0; i < times; ++i) {
-      shifts.push_back(size * i);
-    }
-    return shifted(t, dim, shifts, size, /*multiple=*/true);
-  }
+Tensor repeated(const Tensor& t, int64_t dim, int64_t times) {
+  std::vector<int64_t> each(t.dim(), 1);
+  each[dim] = times;
+  return t.repeat(each);
+}
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = [&](const char* name) { return ctx->saved_data[name]; };
-    return {
-        apply(grads[0], saved("dim").toInt(), saved("times").toInt(), !saved("added").toBool()), Tensor(), Tensor(), Tensor()};
+// A rank reads all the gradients of its piece. If it holds more than one copy of the whole, it first adds up the gradients of its
+// copies.
+Tensor folded(const Tensor& t, int64_t dim, int64_t times) {
+  static const auto repeats_added = own_op<Tensor(const Tensor&, int64_t, int64_t)>("shardtensor::repeats_added");
+  const auto size = t.size(dim) / times;
+  if (times > as_shard_tensor(t)->layout().pieces_of(dim)) {
+    return repeats_added.call(t, dim, size);
   }
-};
+  std::vector<int64_t> shifts;
+  for (int64_t i = 0; i < times; ++i) {
+    shifts.push_back(size * i);
+  }
+  return shifted(t, dim, shifts, size, /*multiple=*/true);
+}
+
+// Result o along dim is t[o mod size], or (`added`) the sum of all t[o + size / times * i]. Each is the other's gradient.
+Tensor repeat_or_fold(const Tensor& t, int64_t dim, int64_t times, bool added) {
+  return with_gradient(
+      {t}, {}, [&] { return (added ? folded : repeated)(t, dim, times); },
+      [dim, times, added](const Tensor& grad, const variable_list&) -> variable_list {
+        return {repeat_or_fold(grad, dim, times, !added)};
+      });
+}
 
 Tensor repeat(c10::DispatchKeySet keys, const Tensor& self, c10::SymIntArrayRef repeats) {
   const auto lead = static_cast<int64_t>(repeats.size()) - self.dim();
@@ -144,7 +124,7 @@ Tensor repeat(c10::DispatchKeySet keys, const Tensor& self, c10::SymIntArrayRef 
   const bool more = lead > 0 || std::any_of(rest.begin(), rest.end(), [](const c10::SymInt& n) { return n != 1; });
   auto out = more ? at::_ops::repeat::redispatch(torchs_autograd(keys), self, rest) : self;
   for (const auto& [dim, times] : cut) {
-    out = RepeatOrFold::apply(out, dim, times, false);
+    out = repeat_or_fold(out, dim, times, false);
   }
   return out;
 }

@@ -2,6 +2,7 @@
 // lacks an argument that we need (embedding, mean); and ops whose formula asks what the kernel has found (det).
 #include "autograd/formula.h"
 #include "autograd/functions.h"
+#include "autograd/with_gradient.h"
 #include "comm/tensor_kind.h"
 #include "dispatch/op.h"
 #include "dispatch/plain_tensors.h"
@@ -113,9 +114,8 @@ struct EmbeddingBackward final : Node {
       return {at::embedding_dense_backward_symint(grad, at, table.sym_size(0), padding_idx, scale_grad_by_freq)};
     }
     static const auto op =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("shardtensor::embedding_backward", "")
-            .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt, int64_t, bool)>();
+        own_op<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt, int64_t, bool)>(
+            "shardtensor::embedding_backward");
     return {op.call(grad, at, table, table.sym_size(0), padding_idx, scale_grad_by_freq)};
   }
 };
@@ -152,12 +152,12 @@ struct MatmulBackward final : Node {
     if (want[0]) {
       const auto b = other.unpack();
       const auto full = at::matmul(g, b.dim() == 1 ? b.conj().unsqueeze(0) : b.mH());
-      out[0] = self_sizes.size() == 1 ? at::sum_to(full.squeeze(-2), self_sizes) : at::sum_to(full, self_sizes);
+      out[0] = at::sum_to(self_sizes.size() == 1 ? full.squeeze(-2) : full, self_sizes);
     }
     if (want[1]) {
       const auto a = self.unpack();
       const auto full = at::matmul(a.dim() == 1 ? a.conj().unsqueeze(1) : a.mH(), g);
-      out[1] = other_sizes.size() == 1 ? at::sum_to(full.squeeze(-1), other_sizes) : at::sum_to(full, other_sizes);
+      out[1] = at::sum_to(other_sizes.size() == 1 ? full.squeeze(-1) : full, other_sizes);
     }
     return out;
   }

@@ -1,6 +1,7 @@
 // Second derivatives of ops that read through windows. torch's formulas gather along cut dims, or give the zero gradient of an
 // operand of which only the sizes are read as a plain tensor. Uses dispatch/plain_tensors, tensor/.
 #include "autograd/formula.h"
+#include "autograd/with_gradient.h"
 #include "dispatch/plain_tensors.h"
 #include "tensor/shard_tensor.h"
 
@@ -76,75 +77,49 @@ Tensor gradient(const BackwardOp& op, const Tensor& grad, const Tensor& self, co
 }
 
 // The values at the indices that a max pool gave.
-struct GatherMaxPool : torch::autograd::Function<GatherMaxPool> {
-  static Tensor forward(
-      AutogradContext* ctx, const Tensor& planes, const Tensor& indices, const IValues& arguments, const std::string& op) {
-    ctx->save_for_backward({planes, indices});
-    ctx->saved_data["arguments"] = c10::ivalue::Tuple::create(arguments);
-    ctx->saved_data["op"] = op;
-    const BackwardOp pool(op);
-    IValues all{planes, indices, pool.space()};
+Tensor picked_by_pool(const BackwardOp& op, const Tensor& planes, const Tensor& indices, const IValues& arguments) {
+  const auto pick = [&] {
+    IValues all{planes, indices, op.space()};
     all.insert(all.end(), arguments.begin(), arguments.end());
-    at::AutoDispatchBelowADInplaceOrView below;
-    return called(pool.picked_by(), std::move(all));
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const auto arguments = ctx->saved_data["arguments"].toTuple()->elements().vec();
-    const BackwardOp op(ctx->saved_data["op"].toStringRef());
-    return {gradient(op, grads[0], saved[0].detach(), arguments, saved[1]), Tensor(), Tensor(), Tensor()};
-  }
-};
+    return called(op.picked_by(), std::move(all));
+  };
+  return with_gradient(
+      {planes}, {planes, indices}, pick, [op, arguments](const Tensor& grad, const variable_list& saved) -> variable_list {
+        return {gradient(op, grad, saved[0].detach(), arguments, saved[1])};
+      });
+}
 
-struct Gradient : torch::autograd::Function<Gradient> {
-  static Tensor forward(
-      AutogradContext* ctx,
-      const Tensor& grad,
-      const Tensor& self,
-      const std::optional<Tensor>& indices,
-      const IValues& arguments,
-      const std::string& op) {
-    ctx->save_for_backward({indices.value_or(Tensor()), self});
-    ctx->saved_data["arguments"] = c10::ivalue::Tuple::create(arguments);
-    ctx->saved_data["op"] = op;
-    ctx->saved_data["sizes"] = grad.sym_sizes().vec();
-    at::AutoDispatchBelowADInplaceOrView below;
-    return gradient(BackwardOp(op), grad, self, arguments, indices.value_or(Tensor()));
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const BackwardOp op(ctx->saved_data["op"].toStringRef());
-    const auto saved = ctx->get_saved_variables();
-    const auto arguments = ctx->saved_data["arguments"].toTuple()->elements().vec();
-    Tensor out;
+Tensor gradient_with_gradient(
+    const BackwardOp& op, const Tensor& given, const Tensor& self, const IValues& arguments, const Tensor& indices) {
+  const auto second = [op, arguments, sizes = given.sym_sizes().vec(), more = self.requires_grad()](
+                          const Tensor& grad, const variable_list& saved) -> variable_list {
+    const auto none = more ? at::zeros_like(saved[1]) : Tensor(); // zeros as in torch, but in the layout of `self`
     if (saved[0].defined()) {
-      out = GatherMaxPool::apply(grads[0], saved[0], arguments, op.name);
-    } else {
-      IValues all{grads[0]};
-      all.insert(all.end(), arguments.begin(), arguments.end());
-      if (arguments.empty()) { // an adaptive pool, called with its result's sizes
-        const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
-        all.emplace_back(c10::SymIntArrayRef(sizes).slice(sizes.size() - op.space()));
-      }
-      out = called(op.forward, std::move(all));
+      return {picked_by_pool(op, grad, saved[0], arguments), none};
     }
-    // Zeros as in torch, but in the layout of `self`.
-    const auto none = ctx->needs_input_grad(1) ? at::zeros_like(saved[1]) : Tensor();
-    return {out, none, Tensor(), Tensor(), Tensor()};
-  }
-};
+    IValues all{grad};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    if (arguments.empty()) { // an adaptive pool, called with its result's sizes
+      all.emplace_back(c10::SymIntArrayRef(sizes).slice(sizes.size() - op.space()));
+    }
+    return {called(op.forward, std::move(all)), none};
+  };
+  return with_gradient(
+      {given, self}, {indices, self}, [&] { return gradient(op, given, self, arguments, indices); }, second);
+}
 
 void through_windows(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& parameters = op.schema().arguments();
   const auto given = torch::jit::last(*stack, parameters.size());
   const bool indexed = parameters.back().name() == "indices";
   const auto grad = given[0].toTensor(), self = given[1].toTensor();
-  const auto indices = indexed ? std::optional(given.back().toTensor()) : std::nullopt;
+  const auto indices = indexed ? given.back().toTensor() : Tensor();
   if (!is_differentiated({&grad, &self})) {
     return record(op, keys, stack);
   }
   const auto rest = given.slice(2, parameters.size() - 2 - indexed).vec();
   torch::jit::drop(*stack, parameters.size());
-  stack->emplace_back(Gradient::apply(grad, self, indices, rest, op.name));
+  stack->emplace_back(gradient_with_gradient(BackwardOp(op.name), grad, self, rest, indices));
 }
 
 // ---- the gradients of a convolution ----

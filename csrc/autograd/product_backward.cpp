@@ -3,6 +3,7 @@
 // torch's formula flips the whole twice; and prod, where it gathers the whole to look for zeros. Uses dispatch/plain_tensors,
 // tensor/.
 #include "autograd/formula.h"
+#include "autograd/with_gradient.h"
 #include "comm/tensor_kind.h"
 #include "dispatch/plain_tensors.h"
 #include "tensor/shard_tensor.h"
@@ -12,50 +13,31 @@
 #include <ATen/ops/cumsum_ops.h>
 #include <ATen/ops/prod_ops.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 namespace shardtensor {
 
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // `op` writes a gradient at the indices along dim, or adds it if they may repeat. Its own gradient is read from there.
-struct ScatterAlongDim : torch::autograd::Function<ScatterAlongDim> {
-  static Tensor forward(
-      AutogradContext* ctx,
-      const Tensor& /*grad*/,
-      const Tensor& indices,
-      int64_t dim,
-      bool squeezed,
-      const std::function<Tensor()>& op) {
-    ctx->save_for_backward({indices});
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["squeezed"] = squeezed;
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op();
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto dim = ctx->saved_data["dim"].toInt();
-    const bool squeezed = ctx->saved_data["squeezed"].toBool();
-    const auto indices = ctx->get_saved_variables()[0];
-    auto grad = grads[0].gather(dim, squeezed ? indices.unsqueeze(dim) : indices);
-    return {squeezed ? grad.squeeze(dim) : grad, Tensor(), Tensor(), Tensor(), Tensor()};
-  }
-};
+Tensor scattered_along(const Tensor& grad, const Tensor& indices, int64_t dim, bool squeezed, const OpFn& op) {
+  return with_gradient({grad}, {indices}, op, [dim, squeezed](const Tensor& g, const variable_list& saved) -> variable_list {
+    const auto read = g.gather(dim, squeezed ? saved[0].unsqueeze(dim) : saved[0]);
+    return {squeezed ? read.squeeze(dim) : read};
+  });
+}
 
 Tensor value_selecting_reduction_backward(
     const Tensor& grad, int64_t dim, const Tensor& indices, c10::SymIntArrayRef sizes, bool keepdim) {
-  return ScatterAlongDim::apply(grad, indices, dim, !keepdim && !sizes.empty(), [&] {
+  return scattered_along(grad, indices, dim, !keepdim && !sizes.empty(), [&] {
     return at::value_selecting_reduction_backward_symint(grad, dim, indices, sizes, keepdim);
   });
 }
 
 Tensor cummaxmin_backward(const Tensor& grad, const Tensor& input, const Tensor& indices, int64_t dim) {
-  return ScatterAlongDim::apply(grad, indices, dim, false, [&] { return at::cummaxmin_backward(grad, input, indices, dim); });
+  return scattered_along(grad, indices, dim, false, [&] { return at::cummaxmin_backward(grad, input, indices, dim); });
 }
 
 // The gradient of cumprod as a formula that can be differentiated again, even at zeros: for each element, the weighted sum of
@@ -86,23 +68,14 @@ Tensor cumprod_backward(const Op& ours, const Tensor& grad, const Tensor& input,
 }
 
 // Sums of each index and all before it, or (`after`) all after it. Each is the other's gradient.
-struct RunningSum : torch::autograd::Function<RunningSum> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& t, int64_t dim, std::optional<at::ScalarType> dtype, bool after) {
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["dtype"] = static_cast<int64_t>(t.scalar_type());
-    ctx->saved_data["after"] = after;
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("shardtensor::suffix_sum", "").typed<Tensor(const Tensor&, int64_t)>();
-    at::AutoDispatchBelowADInplaceOrView below;
-    return after ? op.call(t, dim) : at::cumsum(t, dim, dtype);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto grad = grads[0].to(static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt()));
-    const bool after = ctx->saved_data["after"].toBool();
-    return {apply(grad, ctx->saved_data["dim"].toInt(), std::nullopt, !after), Tensor(), Tensor(), Tensor()};
-  }
-};
+Tensor running_sum(const Tensor& t, int64_t dim, std::optional<at::ScalarType> dtype, bool after) {
+  static const auto suffix_sum = own_op<Tensor(const Tensor&, int64_t)>("shardtensor::suffix_sum");
+  return with_gradient(
+      {t}, {}, [&] { return after ? suffix_sum.call(t, dim) : at::cumsum(t, dim, dtype); },
+      [dim, after, type = t.scalar_type()](const Tensor& grad, const variable_list&) -> variable_list {
+        return {running_sum(grad.to(type), dim, std::nullopt, !after)};
+      });
+}
 
 Tensor cumsum(c10::DispatchKeySet keys, const Tensor& self, int64_t dim, std::optional<at::ScalarType> dtype) {
   const auto* impl = as_shard_tensor(self);
@@ -111,58 +84,52 @@ Tensor cumsum(c10::DispatchKeySet keys, const Tensor& self, int64_t dim, std::op
   if (!cut || has_tangent(self) || !self.requires_grad() || !at::GradMode::is_enabled()) {
     return at::_ops::cumsum::redispatch(torchs_autograd(keys), self, dim, dtype);
   }
-  return RunningSum::apply(self, d, dtype, false);
+  return running_sum(self, d, dtype, false);
 }
 
 // A product along a dim, or of all elements.
-struct Product : torch::autograd::Function<Product> {
-  static Tensor product(const Tensor& t, std::optional<int64_t> dim, bool keepdim) {
-    return dim ? t.prod(*dim, keepdim) : t.prod();
-  }
+Tensor product(const Tensor& t, std::optional<int64_t> dim, bool keepdim) {
+  return dim ? t.prod(*dim, keepdim) : t.prod();
+}
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& self, std::optional<int64_t> dim, bool keepdim) {
-    ctx->save_for_backward({self});
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["keepdim"] = keepdim;
-    at::AutoDispatchBelowADInplaceOrView below;
-    return product(self, dim, keepdim);
+// Each element's gradient is the product of the others; if one element is zero, only its own gradient is not zero. Second
+// derivatives use torch's formula.
+Tensor product_backward(const Tensor& given, const Tensor& self, std::optional<int64_t> dim, bool keepdim) {
+  if (at::GradMode::is_enabled()) {
+    const c10::DispatchKeySet keys({c10::DispatchKey::AutogradOther, kKey});
+    const auto out = dim ? at::_ops::prod_dim_int::redispatch(keys, self, *dim, keepdim, std::nullopt)
+                         : at::_ops::prod::redispatch(keys, self, std::nullopt);
+    return torch::autograd::grad({out}, {self}, {given}, /*retain_graph=*/true, /*create_graph=*/true)[0];
   }
+  const auto grad = dim && !keepdim && self.dim() > 0 ? given.unsqueeze(*dim) : given;
+  const auto zero = self.eq(0);
+  const auto zeros = dim ? zero.sum(*dim, true) : zero.sum();
+  const auto shown = self.masked_fill(zero, 1);
+  const auto counts = at::where(zero, zeros.eq(1), zeros.eq(0)).to(self.scalar_type());
+  return grad.mul(product(shown, dim, true).conj()).div(shown.conj()).mul(counts);
+}
 
-  // Each element's gradient is the product of the others; if one element is zero, only its own gradient is not zero. Second
-  // derivatives use torch's formula.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto self = ctx->get_saved_variables()[0];
-    const auto dim = ctx->saved_data["dim"].toOptional<int64_t>();
-    const bool keepdim = ctx->saved_data["keepdim"].toBool();
-    if (at::GradMode::is_enabled()) {
-      const c10::DispatchKeySet keys({c10::DispatchKey::AutogradOther, kKey});
-      const auto out = dim ? at::_ops::prod_dim_int::redispatch(keys, self, *dim, keepdim, std::nullopt)
-                           : at::_ops::prod::redispatch(keys, self, std::nullopt);
-      return {
-          torch::autograd::grad({out}, {self}, {grads[0]}, /*retain_graph=*/true, /*create_graph=*/true)[0], Tensor(), Tensor()};
-    }
-    const auto grad = dim && !keepdim && self.dim() > 0 ? grads[0].unsqueeze(*dim) : grads[0];
-    const auto zero = self.eq(0);
-    const auto zeros = dim ? zero.sum(*dim, true) : zero.sum();
-    const auto shown = self.masked_fill(zero, 1);
-    const auto counts = at::where(zero, zeros.eq(1), zeros.eq(0)).to(self.scalar_type());
-    return {grad.mul(product(shown, dim, true).conj()).div(shown.conj()).mul(counts), Tensor(), Tensor()};
-  }
-};
+Tensor product_with_gradient(const Tensor& self, std::optional<int64_t> dim, bool keepdim) {
+  return with_gradient(
+      {self}, {self}, [&] { return product(self, dim, keepdim); },
+      [dim, keepdim](const Tensor& grad, const variable_list& saved) -> variable_list {
+        return {product_backward(grad, saved[0], dim, keepdim)};
+      });
+}
 
-// Whether Product computes prod's gradient. A cast before the product has a gradient of its own.
+// Whether product_backward() computes prod's gradient. A cast before the product has a gradient of its own.
 bool has_own_product(const Tensor& self, std::optional<at::ScalarType> dtype) {
   return as_shard_tensor(self) && self.requires_grad() && at::GradMode::is_enabled() && !has_tangent(self) &&
          (!dtype || dtype == self.scalar_type());
 }
 
 Tensor prod(c10::DispatchKeySet keys, const Tensor& self, std::optional<at::ScalarType> dtype) {
-  return has_own_product(self, dtype) ? Product::apply(self, std::nullopt, false)
+  return has_own_product(self, dtype) ? product_with_gradient(self, std::nullopt, false)
                                       : at::_ops::prod::redispatch(torchs_autograd(keys), self, dtype);
 }
 
 Tensor prod_dim(c10::DispatchKeySet keys, const Tensor& self, int64_t dim, bool keepdim, std::optional<at::ScalarType> dtype) {
-  return has_own_product(self, dtype) ? Product::apply(self, dim, keepdim)
+  return has_own_product(self, dtype) ? product_with_gradient(self, dim, keepdim)
                                       : at::_ops::prod_dim_int::redispatch(torchs_autograd(keys), self, dim, keepdim, dtype);
 }
 

@@ -1,6 +1,7 @@
 // Fourier transforms for which torch needs the whole of a cut dim: stft makes its windows by strides, and the gradient of a
 // transform of real numbers pads one half of the spectrum with zeros. Uses dispatch/plain_tensors, tensor/.
 #include "autograd/formula.h"
+#include "autograd/with_gradient.h"
 #include "dispatch/plain_tensors.h"
 #include "tensor/shard_tensor.h"
 
@@ -9,54 +10,36 @@
 #include <ATen/ops/_fft_r2c_ops.h>
 #include <ATen/ops/istft_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/stft_compositeimplicitautograd_dispatch.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <numeric>
 
 namespace shardtensor {
 
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The half of the spectrum that real numbers need. Its gradient is a transform from such a half to real numbers, which counts
-// every frequency that has a mirror twice, so these are halved first. torch transforms the spectrum padded with zeros, in
-// contiguous memory, so the result has the transformed dims last in memory.
-struct HalfSpectrum : torch::autograd::Function<HalfSpectrum> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& self, const std::vector<int64_t>& dims, int64_t normalization) {
-    ctx->saved_data["dims"] = dims;
-    ctx->saved_data["normalization"] = normalization;
-    ctx->saved_data["size"] = self.sym_size(dims.back());
-    at::AutoDispatchBelowADInplaceOrView below;
-    return at::_fft_r2c(self, dims, normalization, true);
+// The gradient of the half of the spectrum that real numbers need. It is a transform from such a half to real numbers, which
+// counts every frequency that has a mirror twice, so these are halved first. torch transforms the spectrum padded with zeros, in
+// contiguous memory, so the result has the transformed dims last in memory. `size`: of the last transformed dim.
+Tensor half_spectrum_backward(const Tensor& grad, std::vector<int64_t> dims, int64_t normalization, const c10::SymInt& size) {
+  std::vector<int64_t> order(grad.dim()), back(grad.dim());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_partition(order.begin(), order.end(), [&](int64_t d) { return std::count(dims.begin(), dims.end(), d) == 0; });
+  for (size_t i = 0; i < order.size(); ++i) {
+    back[order[i]] = static_cast<int64_t>(i);
   }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    auto dims = ctx->saved_data["dims"].toIntVector();
-    const auto normalization = ctx->saved_data["normalization"].toInt();
-    const auto size = ctx->saved_data["size"].toSymInt();
-    const auto last = dims.back();
-    std::vector<int64_t> order, back(grads[0].dim());
-    for (int64_t d = 0; d < grads[0].dim(); ++d) {
-      order.push_back(d);
-    }
-    std::stable_partition(order.begin(), order.end(), [&](int64_t d) { return std::count(dims.begin(), dims.end(), d) == 0; });
-    for (size_t i = 0; i < order.size(); ++i) {
-      back[order[i]] = static_cast<int64_t>(i);
-    }
-    dims.pop_back();
-    auto half = grads[0].clone(at::MemoryFormat::Contiguous);
-    half.narrow_symint(last, 1, size - half.sym_size(last)).mul_(0.5);
-    half = dims.empty() ? half : at::_fft_c2c(half, dims, normalization, false);
-    auto out = at::_fft_c2r_symint(half, {last}, normalization, size);
-    if (!out.is_contiguous() || !std::is_sorted(order.begin(), order.end())) {
-      out = out.permute(order).contiguous().permute(back);
-    }
-    return {out, Tensor(), Tensor()};
-  }
-};
+  const auto last = dims.back();
+  dims.pop_back();
+  auto half = grad.clone(at::MemoryFormat::Contiguous);
+  half.narrow_symint(last, 1, size - half.sym_size(last)).mul_(0.5);
+  half = dims.empty() ? half : at::_fft_c2c(half, dims, normalization, false);
+  const auto out = at::_fft_c2r_symint(half, {last}, normalization, size);
+  const bool in_order = out.is_contiguous() && std::is_sorted(order.begin(), order.end());
+  return in_order ? out : out.permute(order).contiguous().permute(back);
+}
 
 Tensor fft_r2c(c10::DispatchKeySet keys, const Tensor& self, at::IntArrayRef dims, int64_t normalization, bool onesided) {
   const auto* impl = as_shard_tensor(self);
@@ -69,7 +52,11 @@ Tensor fft_r2c(c10::DispatchKeySet keys, const Tensor& self, at::IntArrayRef dim
   if (!cut || !onesided || has_tangent(self) || !self.requires_grad() || !at::GradMode::is_enabled()) {
     return at::_ops::_fft_r2c::redispatch(torchs_autograd(keys), self, dims, normalization, onesided);
   }
-  return HalfSpectrum::apply(self, wrapped, normalization);
+  return with_gradient(
+      {self}, {}, [&] { return at::_fft_r2c(self, wrapped, normalization, true); },
+      [wrapped, normalization, size = self.sym_size(wrapped.back())](const Tensor& grad, const variable_list&) -> variable_list {
+        return {half_spectrum_backward(grad, wrapped, normalization, size)};
+      });
 }
 
 Tensor stft(

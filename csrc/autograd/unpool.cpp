@@ -2,22 +2,20 @@
 // torch's formula would gather planes. Uses autograd/functions, dispatch/plain_tensors, tensor/.
 #include "autograd/formula.h"
 #include "autograd/functions.h"
+#include "autograd/with_gradient.h"
 #include "dispatch/plain_tensors.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/max_unpool2d_ops.h>
 #include <ATen/ops/max_unpool3d_ops.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 namespace shardtensor {
 
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Moves values that are cut in another way than their indices to the layout of the indices.
@@ -30,46 +28,24 @@ Tensor beside(const Tensor& values, const Tensor& index) {
 Tensor picked(const Tensor& planes, const Tensor& index, int64_t space);
 
 // `op` puts values at the places that their indices name, or adds them up there. Its gradient is read from there.
-struct ScatterPlanes : torch::autograd::Function<ScatterPlanes> {
-  static Tensor forward(
-      AutogradContext* ctx, const Tensor& /*values*/, const Tensor& index, int64_t space, const std::function<Tensor()>& op) {
-    ctx->save_for_backward({index});
-    ctx->saved_data["space"] = space;
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op();
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {picked(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["space"].toInt()), Tensor(), Tensor(), Tensor()};
-  }
-};
-
-// In planes of these sizes.
-Tensor added_at(const Tensor& values, const Tensor& index, const std::vector<c10::SymInt>& sizes) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("shardtensor::added_at", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>();
-  return ScatterPlanes::apply(values, index, static_cast<int64_t>(sizes.size()), [&] { return op.call(values, index, sizes); });
+Tensor scattered_in_planes(const Tensor& values, const Tensor& index, int64_t space, const OpFn& op) {
+  return with_gradient({values}, {index}, op, [space](const Tensor& grad, const variable_list& saved) -> variable_list {
+    return {picked(grad, saved[0], space)};
+  });
 }
 
-struct GatherPlanes : torch::autograd::Function<GatherPlanes> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& planes, const Tensor& index, int64_t space) {
-    ctx->save_for_backward({index});
-    ctx->saved_data["sizes"] = planes.sym_sizes().slice(planes.dim() - space).vec();
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("shardtensor::picked", "")
-                               .typed<Tensor(const Tensor&, const Tensor&, int64_t)>();
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(planes, index, space);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
-    const auto index = ctx->get_saved_variables()[0];
-    return {added_at(beside(grads[0], index), index, sizes), Tensor(), Tensor()};
-  }
-};
+// In planes of these sizes.
+Tensor added_at(const Tensor& values, const Tensor& index, c10::SymIntArrayRef sizes) {
+  static const auto op = own_op<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>("shardtensor::added_at");
+  return scattered_in_planes(values, index, static_cast<int64_t>(sizes.size()), [&] { return op.call(values, index, sizes); });
+}
 
 Tensor picked(const Tensor& planes, const Tensor& index, int64_t space) {
-  return GatherPlanes::apply(planes, index, space);
+  static const auto op = own_op<Tensor(const Tensor&, const Tensor&, int64_t)>("shardtensor::picked");
+  return with_gradient(
+      {planes}, {index}, [&] { return op.call(planes, index, space); },
+      [sizes = planes.sym_sizes().slice(planes.dim() - space).vec()](const Tensor& grad, const variable_list& saved)
+          -> variable_list { return {added_at(beside(grad, saved[0]), saved[0], sizes)}; });
 }
 
 // Whether a gradient is needed for values that are cut along their last `space` dims.
@@ -83,7 +59,7 @@ Tensor max_unpool2d(c10::DispatchKeySet keys, const Tensor& self, const Tensor& 
   if (!space_is_cut(self, 2)) {
     return at::_ops::max_unpool2d::redispatch(torchs_autograd(keys), self, indices, size);
   }
-  return ScatterPlanes::apply(self, indices, int64_t{2}, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
+  return scattered_in_planes(self, indices, 2, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
 }
 
 Tensor max_unpool3d(
@@ -96,8 +72,8 @@ Tensor max_unpool3d(
   if (!space_is_cut(self, 3)) {
     return at::_ops::max_unpool3d::redispatch(torchs_autograd(keys), self, indices, size, stride, padding);
   }
-  return ScatterPlanes::apply(
-      self, indices, int64_t{3}, [&] { return at::_ops::max_unpool3d::call(self, indices, size, stride, padding); });
+  return scattered_in_planes(
+      self, indices, 3, [&] { return at::_ops::max_unpool3d::call(self, indices, size, stride, padding); });
 }
 
 } // namespace
