@@ -59,22 +59,6 @@ void check_boxes(const char* function, const char* name, c10::ArrayRef<Box> boxe
   }
 }
 
-int64_t numel_of(const Box& box) {
-  int64_t n = 1;
-  for (const auto size : box.sizes) {
-    n *= size;
-  }
-  return n;
-}
-
-int64_t numel_of(c10::ArrayRef<Box> boxes) {
-  int64_t n = 0;
-  for (const auto& box : boxes) {
-    n += numel_of(box);
-  }
-  return n;
-}
-
 using comm::rounded_up;
 
 // Where one box after the other starts in a flat buffer, in elements or in bytes.
@@ -304,7 +288,7 @@ void make_plan(CopyPlan& plan, const CopySide& from, const CopySide& to, bool by
   BoxStarts starts(from.flat ? from.spacing : to.spacing, element);
   int64_t largest = 0, longest = 0;
   for (size_t i = 0; i < from.boxes.size(); ++i) {
-    const auto numel = numel_of(from.boxes[i]) * element;
+    const auto numel = from.boxes[i].numel() * element;
     if (numel == 0) {
       continue;
     }

@@ -27,11 +27,7 @@ LocalRegion merge(c10::IntArrayRef sizes, c10::ArrayRef<Intervals> runs) {
       }
       continue;
     }
-    int64_t local = 0;
-    for (const auto& run : runs[d]) {
-      local += run.length;
-    }
-    held.dims.push_back({sizes[d], local, runs[d]});
+    held.dims.push_back({sizes[d], length_of(runs[d]), runs[d]});
   }
   if (held.dims.empty()) { // a scalar
     held.dims.push_back({1, 1, {{0, 1}}});

@@ -1,7 +1,8 @@
 #include "kernels/traced.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/accumulate.h>
+
+#include <utility>
 
 namespace shardtensor::kernels::traced {
 
@@ -17,10 +18,8 @@ at::Tensor part_of(const at::Tensor& t, const Box& box) {
 
 // The next box of a flat buffer, with the box's sizes.
 at::Tensor next_of(const at::Tensor& flat, int64_t& at, const Box& box) {
-  const auto numel = c10::multiply_integers(box.sizes);
-  auto part = flat.narrow(0, at, numel).view(box.sizes);
-  at += numel;
-  return part;
+  const auto numel = box.numel();
+  return flat.narrow(0, std::exchange(at, at + numel), numel).view(box.sizes);
 }
 
 at::Tensor combined(const at::Tensor& a, const at::Tensor& b, ReduceOp op) {
@@ -73,10 +72,7 @@ at::Tensor packed(const at::Tensor& source, c10::ArrayRef<Box> boxes) {
 void reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> boxes, ReduceOp op, const at::Tensor& target) {
   const auto type = target.scalar_type();
   const bool widened = type == at::kHalf || type == at::kBFloat16;
-  int64_t numel = 0;
-  for (const auto& box : boxes) {
-    numel += c10::multiply_integers(box.sizes);
-  }
+  const auto numel = numel_of(boxes);
   const auto summands = flat.narrow(0, 0, parts * numel).view({parts, numel}).unbind(0);
   auto sum = widened ? summands[0].to(at::kFloat) : summands[0];
   for (int64_t p = 1; p < parts; ++p) {

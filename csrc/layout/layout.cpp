@@ -126,14 +126,6 @@ void take(const Intervals& runs, int64_t start, int64_t length, Intervals& out) 
   }
 }
 
-int64_t total(const Intervals& runs) {
-  int64_t n = 0;
-  for (const auto& run : runs) {
-    n += run.length;
-  }
-  return n;
-}
-
 // How many sizes an explicit cut has per row. A strided placement has one per chunk.
 int64_t sizes_per_row(const Mesh& mesh, const Placement& p, int64_t mesh_dim) {
   return p.split_factor > 1 ? p.split_factor : mesh.size(mesh_dim);
@@ -309,13 +301,13 @@ std::pair<int64_t, int64_t> Layout::meeting(
   }
   if (!cuts_[m]) {
     const auto full = (extent + n - 1) / n;
-    return {run.start / full, std::min(n, (run.start + run.length - 1) / full + 1)};
+    return {run.start / full, std::min(n, (run.end() - 1) / full + 1)};
   }
   if (C10_UNLIKELY(cuts_[m]->follows())) {
     return {0, n};
   }
   const auto begin = starts_[m].begin() + row_of(m, coordinate) * n, end = begin + n;
-  const auto first = std::upper_bound(begin, end, run.start) - 1, last = std::lower_bound(begin, end, run.start + run.length);
+  const auto first = std::upper_bound(begin, end, run.start) - 1, last = std::lower_bound(begin, end, run.end());
   return {first - begin, last - begin};
 }
 
@@ -338,7 +330,7 @@ Intervals Layout::split(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordi
 
 int64_t Layout::split_size(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate) const {
   if (placements_[m].split_factor > 1) {
-    return total(split(m, extent, coordinate));
+    return length_of(split(m, extent, coordinate));
   }
   if (const auto& cut = cuts_[m]) {
     if (C10_UNLIKELY(cut->follows())) {
@@ -356,11 +348,11 @@ Intervals Layout::intervals(int64_t dim, int64_t size, c10::ArrayRef<int64_t> co
       continue;
     }
     Intervals next;
-    for (const auto& piece : split(m, total(runs), coordinate)) {
+    for (const auto& piece : split(m, length_of(runs), coordinate)) {
       take(runs, piece.start, piece.length, next);
     }
     if (next.empty()) { // an empty shard still has a start
-      const auto piece = split(m, total(runs), coordinate);
+      const auto piece = split(m, length_of(runs), coordinate);
       const int64_t at = piece.empty() ? 0 : piece[0].start;
       next.push_back({runs.empty() ? 0 : std::min(runs[0].start + at, size), 0});
     }

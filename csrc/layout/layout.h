@@ -7,6 +7,7 @@
 
 #include <c10/core/SymInt.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/accumulate.h>
 #include <c10/util/generic_math.h>
 
 #include <algorithm>
@@ -21,16 +22,44 @@ namespace shardtensor {
 struct Interval {
   int64_t start;
   int64_t length;
+
+  int64_t end() const {
+    return start + length;
+  }
   bool operator==(const Interval& o) const {
     return start == o.start && length == o.length;
   }
 };
 using Intervals = c10::SmallVector<Interval, 2>;
 
+// The indices in both, of length 0 if there are none.
+inline Interval intersection(const Interval& a, const Interval& b) {
+  const auto start = std::max(a.start, b.start);
+  return {start, std::max<int64_t>(std::min(a.end(), b.end()) - start, 0)};
+}
+inline int64_t length_of(c10::ArrayRef<Interval> runs) {
+  int64_t n = 0;
+  for (const auto& run : runs) {
+    n += run.length;
+  }
+  return n;
+}
+
 struct Box {
   c10::SmallVector<int64_t, 5> offsets;
   c10::SmallVector<int64_t, 5> sizes;
+
+  int64_t numel() const {
+    return c10::multiply_integers(sizes);
+  }
 };
+inline int64_t numel_of(c10::ArrayRef<Box> boxes) {
+  int64_t n = 0;
+  for (const auto& box : boxes) {
+    n += box.numel();
+  }
+  return n;
+}
 
 using Sizes = c10::SmallVector<int64_t, 5>;
 

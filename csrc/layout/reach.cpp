@@ -36,7 +36,7 @@ Interval hull(const Reach& r, int64_t lo, int64_t hi, int64_t size) {
 // each result reads one index.
 Interval hull_of_images(const Reach& r, const Interval& run, int64_t results) {
   const auto n = r.operand, left = r.first, right = results - n - left;
-  const auto first = run.start, last = run.start + run.length - 1;
+  const auto first = run.start, last = run.end() - 1;
   auto from = first, to = last; // counted as indices of the operand
   if (r.beyond == PaddingMode::Replicate) {
     from = first == 0 ? -left : from;
@@ -54,7 +54,7 @@ PaddedInterval read(const Reach& r, const Interval& run, int64_t size) {
   if (run.length <= 0) {
     return {0, {0, 0}, 0};
   }
-  const auto last = run.start + run.length - 1;
+  const auto last = run.end() - 1;
   const bool backwards = r.num < 0;
   const auto lo = r.lo(backwards ? last : run.start);
   const auto hi = std::max(lo, r.hi(backwards ? run.start : last));
@@ -74,9 +74,9 @@ c10::SmallVector<WrappedRun, 2> turns(const Interval& run, int64_t size) {
     return {{run, 0}};
   }
   c10::SmallVector<WrappedRun, 2> out;
-  for (auto first = floor_div(run.start, size) * size; first < run.start + run.length; first += size) {
-    const auto start = std::max(run.start, first), end = std::min(run.start + run.length, first + size);
-    out.push_back({{start - first, end - start}, first});
+  for (auto first = floor_div(run.start, size) * size; first < run.end(); first += size) {
+    const auto inside = intersection(run, {first, size});
+    out.push_back({{inside.start - first, inside.length}, first});
   }
   return out;
 }
@@ -97,7 +97,7 @@ int64_t cut_through(const Reach& r, int64_t cut, int64_t size, int64_t count) {
 
 Interval cut_through(const Reach& r, const Interval& piece, int64_t size, int64_t count) {
   const auto start = cut_through(r, piece.start, size, count);
-  return {start, cut_through(r, piece.start + piece.length, size, count) - start};
+  return {start, cut_through(r, piece.end(), size, count) - start};
 }
 
 } // namespace shardtensor

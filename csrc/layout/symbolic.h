@@ -42,6 +42,9 @@ inline c10::SymInt plus(const c10::SymInt& a, const c10::SymInt& b) {
 struct SymInterval {
   c10::SymInt start, length;
 
+  c10::SymInt end() const {
+    return plus(start, length);
+  }
   Interval numbers() const { // which guards the graph
     return {start.guard_int(__FILE__, __LINE__), length.guard_int(__FILE__, __LINE__)};
   }

@@ -56,10 +56,6 @@ void subtract(Box box, const Box& hole, std::vector<Box>& out) {
 
 namespace {
 
-int64_t numel_of(const Box& box) {
-  return c10::multiply_integers(box.sizes);
-}
-
 std::string str(const RankBox& p) {
   std::ostringstream out;
   out << "offsets " << c10::IntArrayRef(p.box.offsets) << ", sizes " << c10::IntArrayRef(p.box.sizes) << " on rank " << p.rank;
@@ -120,7 +116,7 @@ class SortedBoxes {
 // differs from box to box, so that several holders of the same elements share the work.
 std::vector<BoxMove> match_one(const std::vector<RankBox>& held, const SortedBoxes& sorted, const RankBox& wanted, size_t to) {
   std::vector<BoxMove> parts;
-  auto missing = numel_of(wanted.box);
+  auto missing = wanted.box.numel();
   const auto take = [&](size_t from) {
     if (!meet(held[from].box, wanted.box)) {
       return;
@@ -137,7 +133,7 @@ std::vector<BoxMove> match_one(const std::vector<RankBox>& held, const SortedBox
       news = std::move(rest);
     }
     for (auto& box : news) {
-      missing -= numel_of(box);
+      missing -= box.numel();
       parts.push_back({from, to, std::move(box)});
     }
   };
@@ -225,7 +221,7 @@ std::vector<CopyBatch> runs_of(
       CopyBatch run{parts[i].*side, {}, {}};
       const auto start = at;
       for (; at < message.numel() && parts[i].*side == run.piece; ++i) {
-        at += numel_of(parts[i].box);
+        at += parts[i].box.numel();
         run.boxes.push_back(within(parts[i].box, placed[run.piece].box));
       }
       run.flat = message.narrow(0, start, at - start);
@@ -255,10 +251,10 @@ std::vector<at::Tensor> exchange(
     if (from == me && to == me) {
       kept.push_back(std::move(part));
     } else if (from == me) {
-      traffic[to].sent += numel_of(part.box);
+      traffic[to].sent += part.box.numel();
       sent.push_back(std::move(part));
     } else if (to == me) {
-      traffic[from].received += numel_of(part.box);
+      traffic[from].received += part.box.numel();
       received.push_back(std::move(part));
     }
   }

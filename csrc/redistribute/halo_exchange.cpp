@@ -128,12 +128,8 @@ HaloExchange::HaloExchange(const Layout& from, c10::IntArrayRef sizes, c10::func
     }
   }
   const auto append = [](const std::vector<Box>& boxes, std::vector<Box>& all, std::vector<int64_t>& numels) {
-    int64_t numel = 0;
-    for (const auto& box : boxes) {
-      numel += c10::multiply_integers(box.sizes);
-      all.push_back(box);
-    }
-    numels.push_back(numel);
+    all.insert(all.end(), boxes.begin(), boxes.end());
+    numels.push_back(numel_of(boxes));
   };
   for (const auto& [rank, message] : messages) {
     peers_.push_back(rank);
@@ -219,7 +215,7 @@ at::Tensor HaloExchange::box(
   auto box = unpacked_.begin();
   for (const auto& message : kernels::parts_of(from.beside, {received_, from.spacing})) {
     for (int64_t at = 0; at < message.numel(); ++box) {
-      const auto numel = c10::multiply_integers(box->sizes);
+      const auto numel = box->numel();
       take(
           message.narrow(0, std::exchange(at, at + numel), numel).view(box->sizes), {Sizes(box->sizes.size(), 0), box->sizes},
           *box);

@@ -130,11 +130,7 @@ class MeshDimSplit {
     return layout_.meeting(m_, extent_, at_, run);
   }
   int64_t length(int64_t c) const {
-    int64_t n = 0;
-    for (const auto& r : runs(c)) {
-      n += r.length;
-    }
-    return n;
+    return length_of(runs(c));
   }
   // The pieces of all coordinates except `without`, in a tensor of these sizes.
   PackedChunks parts(IntArrayRef sizes, int64_t dim, int64_t without = -1) const {
@@ -190,14 +186,6 @@ class MeshDimSplit {
   mutable Coordinate at_;
 };
 
-int64_t length_of(const Intervals& runs) {
-  int64_t n = 0;
-  for (const auto& run : runs) {
-    n += run.length;
-  }
-  return n;
-}
-
 // The runs of a piece, in the piece's own indices.
 Intervals side_by_side(const Intervals& runs) {
   Intervals out;
@@ -247,14 +235,6 @@ void append(std::vector<Box>& all, const std::vector<Box>& more) {
   all.insert(all.end(), more.begin(), more.end());
 }
 
-int64_t numel_of(const std::vector<Box>& boxes) {
-  int64_t n = 0;
-  for (const auto& box : boxes) {
-    n += c10::multiply_integers(box.sizes);
-  }
-  return n;
-}
-
 // The same elements on both sides, box by box.
 struct Pairs {
   std::vector<Box> from, to;
@@ -274,11 +254,10 @@ Pairs pairs_between(IntArrayRef sizes, int64_t src, const Intervals& held, int64
     for (const auto& b : wanted) {
       auto from = box_in(sizes), to = box_in(sizes);
       if (src == dst) {
-        const auto start = std::max(a.start, b.start);
-        const auto length = std::max<int64_t>(0, std::min(a.start + a.length, b.start + b.length) - start);
-        from.offsets[src] = held_at + (length ? start - a.start : 0);
-        to.offsets[src] = wanted_at + (length ? start - b.start : 0);
-        from.sizes[src] = to.sizes[src] = length;
+        const auto both = intersection(a, b);
+        from.offsets[src] = held_at + (both.length ? both.start - a.start : 0);
+        to.offsets[src] = wanted_at + (both.length ? both.start - b.start : 0);
+        from.sizes[src] = to.sizes[src] = both.length;
       } else {
         from.offsets[src] = held_at;
         from.offsets[dst] = b.start;

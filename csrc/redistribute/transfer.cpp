@@ -34,13 +34,11 @@ Overlaps overlaps_of(const Intervals& mine, const Intervals& theirs) {
   int64_t mine_at = 0, theirs_at = 0;
   while (i < mine.size() && j < theirs.size()) {
     const auto &a = mine[i], &b = theirs[j];
-    const auto start = std::max(a.start, b.start);
-    const auto a_end = a.start + a.length, b_end = b.start + b.length;
-    const auto length = std::min(a_end, b_end) - start;
-    if (length > 0) {
-      out.push_back({mine_at + start - a.start, theirs_at + start - b.start, length});
+    const auto both = intersection(a, b);
+    if (both.length > 0) {
+      out.push_back({mine_at + both.start - a.start, theirs_at + both.start - b.start, both.length});
     }
-    if (a_end <= b_end) {
+    if (a.end() <= b.end()) {
       mine_at += a.length;
       ++i;
     } else {
@@ -127,7 +125,7 @@ class MeetingPieces {
       start_ = end_ = mine[0].start;
       for (const auto& run : mine) {
         start_ = std::min(start_, run.start);
-        end_ = std::max(end_, run.start + run.length);
+        end_ = std::max(end_, run.end());
       }
       descend(0, {0, size}, 0);
     }
@@ -139,7 +137,7 @@ class MeetingPieces {
  private:
   // Only the coordinates whose pieces of `piece` may meet `mine`, mesh dim by mesh dim.
   void descend(size_t level, const Interval& piece, int64_t at) {
-    const auto start = std::max(start_, piece.start), stop = std::min(end_, piece.start + piece.length);
+    const auto start = std::max(start_, piece.start), stop = std::min(end_, piece.end());
     if (start >= stop) {
       return;
     }
@@ -162,7 +160,7 @@ class MeetingPieces {
       auto* const runs = dim.runs.data();
       each_piece(m, piece.length, first, last, [&](int64_t c, const Interval& part) {
         const auto from = std::max(start, piece.start + part.start);
-        const auto to = std::min(stop, piece.start + part.start + part.length);
+        const auto to = std::min(stop, piece.start + part.end());
         indices[n] = at + c * step;
         runs[n] = {from - start_, to - from};
         n += from < to;
@@ -180,7 +178,7 @@ class MeetingPieces {
     auto part = other_.layout.piece(m, extent, at_);
     if (!cut) {
       const auto full = (extent + other_.mesh.size(m) - 1) / other_.mesh.size(m);
-      for (auto c = first; c < last; ++c, part = {part.start + part.length, std::min(full, extent - part.start - part.length)}) {
+      for (auto c = first; c < last; ++c, part = {part.end(), std::min(full, extent - part.end())}) {
         f(c, part);
       }
     } else if (cut->follows()) {
@@ -509,11 +507,7 @@ int64_t Boxes::DimRuns::length(size_t piece) const {
   if (C10_LIKELY(ends.empty())) {
     return runs[piece].length;
   }
-  int64_t n = 0;
-  for (const auto& run : of(piece)) {
-    n += run.length;
-  }
-  return n;
+  return length_of(of(piece));
 }
 
 const std::vector<Box>& Boxes::all() const {

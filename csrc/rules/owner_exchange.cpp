@@ -74,7 +74,7 @@ OwnerExchange::OwnerExchange(const Layout& layout, int64_t lead, c10::IntArrayRe
     std::vector<int64_t> ends;
     for (const auto& c : pieces_along(layout, d, mesh.coordinate())) {
       const auto run = layout.intervals(d, sizes[i], c)[0];
-      ends.push_back(run.start + run.length);
+      ends.push_back(run.end());
     }
     if (ends.size() == 1) {
       continue;

@@ -23,7 +23,7 @@ at::Tensor lines(const at::Tensor& results, int64_t num, int64_t offset, int64_t
 Band band_of_counts(
     const KernelRun& run, const SeparableFilter& bands, int64_t i, const Interval& of, const at::TensorOptions& options) {
   const auto ends = bands.counts(run, bands, i, options).cumsum(0);
-  const auto results = at::arange(of.start, of.start + of.length, options);
+  const auto results = at::arange(of.start, of.end(), options);
   return {at::searchsorted(ends, results, false, true), at::ones({of.length, 1}, options)};
 }
 
@@ -58,7 +58,7 @@ Band band_of(
     }
   }
   shown = shown.reshape({taps, count}).narrow(1, of.start, of.length).t();
-  const auto results = at::arange(of.start, of.start + of.length, numbers);
+  const auto results = at::arange(of.start, of.end(), numbers);
   const auto first = lines(results, r.num, r.first, r.den).clamp_min(0);
   const auto end = lines(results, r.num, r.last, r.den).add(1).clamp_max(size);
   const auto read = first.unsqueeze(1).add(at::arange(taps, numbers));

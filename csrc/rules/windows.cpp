@@ -89,7 +89,7 @@ WindowShare share_of(const KernelRun& run, const Windows& windows, int64_t i) {
 
 void CropOrPad::along(int64_t dim, const Interval& has, const Interval& wants) {
   if (!(has == wants)) {
-    sides_.push_back({dim, has.start - wants.start, wants.start + wants.length - has.start - has.length, wants.length});
+    sides_.push_back({dim, has.start - wants.start, wants.end() - has.end(), wants.length});
   }
 }
 

@@ -160,7 +160,7 @@ std::optional<SplitConvolution> split_of(const KernelRun& run, const Solution::H
     }
     const auto& taps = windows.space[d - 2].taps;
     const auto &in = backward ? share.makes : piece, &out = backward ? piece : share.makes;
-    const auto in_end = in.start + in.length, out_end = out.start + out.length, read_end = read.start + read.length;
+    const auto in_end = in.end(), out_end = out.end(), read_end = read.end();
     auto shifted = taps;
     split.padding.back() = shifted.padding = in.start - taps.cells(out).start;
     if (shifted.padding < 0 || shifted.results(in.length) != out.length) {
@@ -376,7 +376,7 @@ Rule convolution(const Call& call) {
 // the whole all results beyond. `read` contains them.
 Interval own_results(const Reach& readers, const Interval& run, const PaddedInterval& read, int64_t size, int64_t results) {
   const auto at = [&](int64_t i) { return i <= 0 ? 0 : i >= size ? results : std::clamp<int64_t>(readers.lo(i), 0, results); };
-  const auto start = at(run.start), end = at(run.start + run.length);
+  const auto start = at(run.start), end = at(run.end());
   return {start < end ? start - read.start() : 0, end - start};
 }
 
@@ -463,12 +463,11 @@ void backward_piece_first(KernelRun& run, const Solution::Halo& halo, const Wind
       }
       const auto w = window(windows, box, i);
       const auto& mine = share.makes;
-      const auto start = std::max(mine.start, w.start), end = std::min(mine.start + mine.length, w.start + w.length);
-      const Interval held{start, std::max<int64_t>(end - start, 0)};
+      const auto held = intersection(mine, w);
       padded.along(i + 2, held, w);
       cropped.along(i + 2, w, held);
-      common = common.narrow(i + 2, held.length ? start - mine.start : 0, held.length);
-      to = to.defined() && held.length ? to.narrow(i + 2, start - mine.start, held.length) : to;
+      common = common.narrow(i + 2, held.length ? held.start - mine.start : 0, held.length);
+      to = to.defined() && held.length ? to.narrow(i + 2, held.start - mine.start, held.length) : to;
     }
     if (is_empty(common)) {
       continue;

@@ -41,7 +41,7 @@ void embedding_kernel(KernelRun& run) {
     run.returns({at::full_symint(sizes, nothing, weight.options())});
     return;
   }
-  const at::Scalar start(held.start), end(held.start + held.length);
+  const at::Scalar start(held.start), end(held.end());
   const auto elsewhere = (indices < start).logical_or_(indices >= end);
   const auto at = (indices - start).masked_fill_(elsewhere, 0);
   run.returns({at::embedding(weight, at).masked_fill_(elsewhere.unsqueeze(-1), nothing)});
@@ -86,7 +86,7 @@ void table_backward_kernel(KernelRun& run) {
   const auto grad = run.arg(0).toTensor(), indices = run.arg(1).toTensor();
   const auto padding = run.arg(4).toInt();
   const auto held = mine(*run.solution.results[0].layout, 0, run.arg(3).toSymInt());
-  const at::Scalar start(held.start), end(held.start + held.length);
+  const at::Scalar start(held.start), end(held.end());
   const auto elsewhere = (indices < start).logical_or_(indices >= end).logical_or_(indices == padding);
   const auto at = (indices - start).masked_fill_(elsewhere, at::Scalar(held.length));
   const auto rows = at::embedding_dense_backward_symint(grad, at, held.length + 1, held.length, run.arg(5).toBool());
@@ -116,8 +116,7 @@ void embedding_renorm_kernel(KernelRun& run) {
   const auto indices = run.arg(1).toTensor().reshape(-1);
   check_bounds(indices, run.operands[0].symbols[0]);
   const auto held = mine(run, 0, 0).numbers();
-  const auto here =
-      at::masked_select(indices - held.start, (indices >= held.start).logical_and_(indices < held.start + held.length));
+  const auto here = at::masked_select(indices - held.start, (indices >= held.start).logical_and_(indices < held.end()));
   if (here.numel()) {
     at::embedding_renorm_(weight, here, run.arg(2).toDouble(), run.arg(3).toDouble());
   }

@@ -299,7 +299,7 @@ void repeats_added_kernel(KernelRun& run) {
   }
   const auto t = run.arg(0).toTensor();
   const auto piece = mine(run, 0, dim).numbers();
-  const auto at = at::arange(piece.start, piece.start + piece.length, t.options().dtype(at::kLong)).remainder(size);
+  const auto at = at::arange(piece.start, piece.end(), t.options().dtype(at::kLong)).remainder(size);
   auto sizes = t.sym_sizes().vec();
   sizes[dim] = size;
   run.returns({t.new_zeros_symint(sizes).index_add(dim, at, t)});

@@ -181,7 +181,7 @@ LocalTarget localize(const KernelRun& run, size_t self, const at::Tensor& given,
   const auto class_dim = run.operands[self].dim() > 1 ? 1 : 0;
   const at::Scalar classes(run.operands[self].symbols[class_dim]);
   const auto held = mine(run, self, class_dim);
-  const at::Scalar first(held.start), end(held.start + held.length);
+  const at::Scalar first(held.start), end(held.end());
   const auto counted = target != ignore_index;
   if (!is_traced(target) && target.is_cpu() && target.numel()) {
     const auto bad = at::masked_select(target, counted.logical_and((target < 0).logical_or(target >= classes)));
@@ -308,7 +308,7 @@ at::Tensor cut_joined(const at::Tensor& targets, const c10::IValue& lengths, con
   TORCH_CHECK(
       total == targets.size(0), "Expected tensor to have size ", total, " at dimension 0, but got size ", targets.size(0),
       " for argument #2 'targets'");
-  return targets.narrow(0, first(held.start), first(held.start + held.length) - first(held.start));
+  return targets.narrow(0, first(held.start), first(held.end()) - first(held.start));
 }
 
 at::Tensor ctc_reduced(const at::Tensor& losses, const c10::IValue& lengths, int64_t reduction, int64_t n) {

@@ -127,7 +127,7 @@ std::optional<Windows> border_of(const Call& call, const TensorArg& input, int64
 
 // Which index of the input each of these results has, as source() in layout/reach.h.
 at::Tensor sources(const Windows::WindowedDim& along, const Interval& results, const at::Device& device) {
-  const auto at = at::arange(results.start, results.start + results.length, at::TensorOptions(at::kLong).device(device));
+  const auto at = at::arange(results.start, results.end(), at::TensorOptions(at::kLong).device(device));
   const auto e = at.add(along.reach.first);
   const auto last = along.size - 1;
   return along.reach.beyond == PaddingMode::Replicate ? e.clamp(0, last) : e.abs().sub(last).abs().neg().add(last);

@@ -145,7 +145,7 @@ LayoutPtr of_half(const Layout& whole, int64_t dim, int64_t size) {
     auto at = whole.mesh().coordinate();
     for (at[along] = 0; at[along] < whole.mesh().size(along); ++at[along]) {
       const auto run = whole.intervals(dim, size, at)[0];
-      sizes.push_back((run.start + run.length) / 2 - run.start / 2);
+      sizes.push_back((run.end()) / 2 - run.start / 2);
     }
     cuts[along] = std::make_shared<const PieceSizes>(std::move(sizes));
   }

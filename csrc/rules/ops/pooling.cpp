@@ -162,7 +162,7 @@ at::Tensor raveled(const std::vector<at::Tensor>& indices, c10::IntArrayRef size
 at::Tensor one_by_one(const Windows::WindowedDim& along, const Interval& windows, const at::Device& device) {
   const auto& reach = along.reach;
   const auto numbers = at::TensorOptions(at::kLong).device(device);
-  const auto at = at::arange(windows.start, windows.start + windows.length, numbers).unsqueeze(1).mul(reach.num);
+  const auto at = at::arange(windows.start, windows.end(), numbers).unsqueeze(1).mul(reach.num);
   const auto first = at::div(at.add(reach.first), reach.den, "floor"), last = at::div(at.add(reach.last), reach.den, "floor");
   return at::minimum(first.add(at::arange(along.taps.count, numbers)), last).flatten();
 }
@@ -316,7 +316,7 @@ at::Tensor divisors(
   const auto& taps = along.taps;
   const auto margin = with_padding ? taps.padding : 0;
   const auto whole_numbers = at::TensorOptions(at::kLong).device(options.device());
-  const auto lo = at::arange(windows.start, windows.start + windows.length, whole_numbers).mul(taps.stride).sub(taps.padding);
+  const auto lo = at::arange(windows.start, windows.end(), whole_numbers).mul(taps.stride).sub(taps.padding);
   const auto hi = lo.add(taps.count).clamp_max(along.size + margin);
   // At least one, also for a result that the whole does not have: any number will do there.
   return hi.sub(lo.clamp_min(-margin)).clamp_min(1).to(options.dtype());
@@ -326,7 +326,7 @@ at::Tensor divisors(
 bool are_full(const Windows::WindowedDim& along, const Interval& windows, bool with_padding) {
   const auto margin = with_padding ? along.taps.padding : 0;
   const auto cells = along.taps.cells({windows.start, std::max<int64_t>(windows.length, 1)});
-  return cells.start >= -margin && cells.start + cells.length <= along.size + margin;
+  return cells.start >= -margin && cells.end() <= along.size + margin;
 }
 
 // The whole's divisors for the windows that this rank makes or reads, as a product of one tensor per dim. Undefined if the op
@@ -386,7 +386,7 @@ void average_kernel(KernelRun& run) {
 // The first element of each of these windows along a dim, as torch finds them: [planes, windows]. `sample`: one per plane.
 at::Tensor fractional_starts(const Windows::WindowedDim& along, const Interval& windows, const at::Tensor& sample) {
   const auto range = along.size - along.taps.count, steps = along.count - 1;
-  const auto number = at::arange(windows.start, windows.start + windows.length, sample.options());
+  const auto number = at::arange(windows.start, windows.end(), sample.options());
   const auto scalar = [&](int64_t n) { return at::full({}, n, sample.options()); };
   const auto step = steps ? scalar(range).div(scalar(steps)) : scalar(range);
   const auto at = sample.unsqueeze(1);

@@ -310,7 +310,7 @@ NativeIntervals resampled_slice(const KernelRun& run, const ResampledSpace& made
   const auto& along = made.space[i];
   const auto ratio = ratio_of(along);
   const auto &read = share.reads.inside, &mine = share.makes;
-  const auto read_end = read.start + read.length, mine_end = mine.start + mine.length;
+  const auto read_end = read.end(), mine_end = mine.start + mine.length;
   run.arg(first_scale(run.op.schema(), made.ndim()) + i) = static_cast<double>(ratio.to) / static_cast<double>(ratio.from);
   if (!made.reversed) {
     const auto begin = ceil_div(read.start, ratio.from) * ratio.from;

@@ -19,10 +19,6 @@ namespace shardtensor::rules {
 
 namespace {
 
-int64_t end(const Interval& i) {
-  return i.start + i.length;
-}
-
 // From `from` on, and up to `to`.
 Interval between(int64_t from, int64_t to) {
   return {from, std::max<int64_t>(to - from, 0)};
@@ -83,13 +79,13 @@ c10::SmallVector<Block, 2> blocks_of(Interval q, Interval k, bool causal) {
     add(q, k, false);
     return out;
   }
-  q = between(std::max(q.start, k.start), end(q)); // queries before all keys see none
-  const auto seen = between(k.start, std::min(end(k), end(q)));
-  if (end(seen) <= q.start + 1) {
+  q = between(std::max(q.start, k.start), q.end()); // queries before all keys see none
+  const auto seen = between(k.start, std::min(k.end(), q.end()));
+  if (seen.end() <= q.start + 1) {
     add(q, seen, false);
   } else {
     add(q, between(seen.start, q.start), false);
-    add(q, between(q.start, end(seen)), true);
+    add(q, between(q.start, seen.end()), true);
   }
   return out;
 }
@@ -132,7 +128,7 @@ Shares::Shares(c10::ArrayRef<Interval> queries, c10::ArrayRef<Interval> keys, bo
       int64_t least = 0, most = queries[i].length; // the fewest rows with as much work
       while (least < most) {
         const auto middle = (least + most) / 2;
-        const auto got = work({end(queries[i]) - middle, middle}, keys[j], causal);
+        const auto got = work({queries[i].end() - middle, middle}, keys[j], causal);
         got < want ? least = middle + 1 : most = middle;
       }
       rows(i, j) = least;
@@ -146,7 +142,7 @@ at::Tensor blind_rows(const at::Tensor& mask) {
 
 Interval Shares::lent(size_t i, size_t j) const {
   const auto n = rows_[i * queries_.size() + j];
-  return {end(queries_[i]) - n, n};
+  return {queries_[i].end() - n, n};
 }
 
 Interval Shares::kept(size_t i, size_t j) const {
@@ -414,7 +410,7 @@ class Ring {
   // The keys of rank j that these queries see.
   Interval seen(const Interval& at, size_t j) const {
     const auto blocks = blocks_of(at, keys[j], causal);
-    return blocks.empty() ? Interval{keys[j].start, 0} : between(blocks.front().k.start, end(blocks.back().k));
+    return blocks.empty() ? Interval{keys[j].start, 0} : between(blocks.front().k.start, blocks.back().k.end());
   }
 
   // The logs of the sums, one per row, as a kernel gives them, and as it takes them: the efficient one pads the rows to a

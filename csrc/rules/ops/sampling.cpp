@@ -108,7 +108,8 @@ class GridReads {
     const HaloExchange fetch(layout_, sizes_, [&](const Coordinate& at) {
       PaddedBox out;
       for (int64_t d = 0; d < static_cast<int64_t>(sizes_.size()); ++d) {
-        out.push_back({0, d < kLead ? layout_.intervals(d, sizes_[d], at)[0] : reads_[index_of(at)][d - kLead], 0});
+        out.push_back(
+            {0, d < kLead ? layout_.intervals(d, sizes_[d], at)[0] : reads_[layout_.mesh().index_of(at)][d - kLead], 0});
       }
       return out;
     });
@@ -118,7 +119,7 @@ class GridReads {
     }
     const auto values = fetch(piece, strides, 0);
     auto out = at::empty(space_of(piece), piece.options());
-    narrowed(out, reads_[index_of(run_.mesh().coordinate())]).copy_(values);
+    narrowed(out, reads_[layout_.mesh().index_of(run_.mesh().coordinate())]).copy_(values);
     return out;
   }
 
@@ -127,7 +128,7 @@ class GridReads {
   at::Tensor back(const at::Tensor& grad) const {
     const auto& mesh = run_.mesh();
     const auto& here = mesh.coordinate();
-    const auto& read = reads_[index_of(here)];
+    const auto& read = reads_[mesh.index_of(here)];
     const auto held = piece_at(here);
     std::vector<std::pair<int64_t, int64_t>> row; // ranks that differ along the mesh dims that cut space, and their numbers
     for (int64_t i = 0; i < mesh.size(); ++i) {
@@ -148,7 +149,10 @@ class GridReads {
     for (const auto& [rank, i] : row) {
       ranks.push_back(rank);
       leaving.push_back(narrowed(grad, common(read, piece_at(mesh.coordinate_at(i)))));
-      received.push_back(planes * numel_of(common(reads_[i], held)));
+      received.push_back(planes);
+      for (const auto& run : common(reads_[i], held)) {
+        received.back() *= run.length;
+      }
     }
     const auto arrived = exchange_parts(leaving, received, ranks, mesh);
     std::vector<int64_t> sizes{grad.size(0), grad.size(1)};
@@ -176,18 +180,11 @@ class GridReads {
     }
     return t;
   }
-  static int64_t numel_of(const SpaceBox& boxes) {
-    int64_t n = 1;
-    for (const auto& run : boxes) {
-      n *= run.length;
-    }
-    return n;
-  }
   static SpaceBox common(const SpaceBox& a, const SpaceBox& b) {
     SpaceBox out;
     for (size_t d = 0; d < a.size(); ++d) {
-      const auto lo = std::max(a[d].start, b[d].start), hi = std::min(a[d].start + a[d].length, b[d].start + b[d].length);
-      out.push_back(lo < hi ? Interval{lo, hi - lo} : Interval{0, 0});
+      const auto both = intersection(a[d], b[d]);
+      out.push_back(both.length ? both : Interval{0, 0});
     }
     return out;
   }
@@ -197,13 +194,6 @@ class GridReads {
       out.push_back(layout_.intervals(static_cast<int64_t>(d), sizes_[d], at)[0]);
     }
     return out;
-  }
-  int64_t index_of(const Coordinate& at) const {
-    int64_t i = 0;
-    for (int64_t m = 0; m < layout_.ndim(); ++m) {
-      i = i * layout_.mesh().size(m) + at[m];
-    }
-    return i;
   }
   std::vector<int64_t> space_of(const at::Tensor& piece) const {
     std::vector<int64_t> out{piece.size(0), piece.size(1)};

@@ -126,7 +126,7 @@ void cumulative_extreme_backward_kernel(KernelRun& run) {
   const auto dim = kernel_data<WorkDim>(run.solution).dim;
   const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor(), index = run.arg(2).toTensor();
   const auto piece = mine(run, 1, dim);
-  const at::Scalar start(piece.start), end(piece.start + piece.length);
+  const at::Scalar start(piece.start), end(piece.end());
   auto out = at::zeros_like(input, input.options().dtype(grad.scalar_type()));
   const auto add = [&](const at::Tensor& values, const at::Tensor& at) {
     const auto here = at.ge(start).logical_and(at.lt(end));

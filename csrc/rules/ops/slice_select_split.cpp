@@ -14,7 +14,7 @@
 namespace shardtensor::rules {
 
 at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::SymWindow& window, const SymInterval& piece) {
-  const auto first = window_before(window, piece.start), end = window_before(window, plus(piece.start, piece.length));
+  const auto first = window_before(window, piece.start), end = window_before(window, piece.end());
   if (first == end) {
     return x.narrow(dim, 0, 0);
   }
@@ -230,7 +230,7 @@ Rule split_with_sizes(const Call& call) {
 
 // The row of the whole's index, if the piece has it; else undefined.
 at::Tensor row_of_piece(const at::Tensor& x, int64_t dim, const c10::SymInt& index, const SymInterval& piece) {
-  const bool here = index >= piece.start && index < piece.start + piece.length;
+  const bool here = index >= piece.start && index < piece.end();
   return here ? x.select_symint(dim, index - piece.start) : at::Tensor();
 }
 

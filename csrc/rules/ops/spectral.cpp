@@ -138,7 +138,7 @@ at::Tensor twiddles(const at::Tensor& like, const FactoredSignal& grid, bool for
   const auto n = grid.rows * grid.columns;
   const auto turns = at::arange(grid.rows, numbers)
                          .unsqueeze(1)
-                         .mul(at::arange(columns.start, columns.start + columns.length, numbers))
+                         .mul(at::arange(columns.start, columns.end(), numbers))
                          .remainder(n)
                          .to(at::kDouble);
   const auto angles = turns.mul((forward ? -2 : 2) * std::numbers::pi / static_cast<double>(n));

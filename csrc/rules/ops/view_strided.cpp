@@ -139,7 +139,7 @@ void undone_kernel(KernelRun& run) {
   for (int64_t d = 0; d < ndim; ++d) {
     if (std::find(order.begin(), order.end(), d) == order.end()) {
       const auto piece = mine(run, 0, d);
-      const bool here = undone.starts[d] >= piece.start && undone.starts[d] < plus(piece.start, piece.length);
+      const bool here = undone.starts[d] >= piece.start && undone.starts[d] < piece.end();
       x = here ? x.narrow_symint(d, plus(undone.starts[d], -piece.start), 1) : none_along(x, d, undone.host);
       chosen.push_back(d);
     }

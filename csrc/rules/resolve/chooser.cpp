@@ -229,9 +229,7 @@ class Chooser {
       inside = {inside.start * each, inside.length * each};
       auto lacking = inside.length;
       for (const auto& turn : turns(inside, size)) {
-        const auto common =
-            std::min(mine.start + mine.length, turn.inside.start + turn.inside.length) - std::max(mine.start, turn.inside.start);
-        lacking -= std::max<int64_t>(common, 0);
+        lacking -= intersection(mine, turn.inside).length;
       }
       most = std::max(most, lacking);
     }

@@ -181,7 +181,7 @@ Cut FactorCuts::cut_around(int64_t m, int64_t f) const {
   each_row(cutting_dim(*outer, 0), m, [&](Coordinate& c) {
     const auto whole = piece_of(*outer, 0, size, c, m);
     const auto n = mesh_.size(m);
-    const auto end = plus(whole.start, whole.length);
+    const auto end = whole.end();
     SymSizes least(n, whole.start), most(n, end);
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
       const auto d = dim_of(rule_.operands[i].dims, f);
@@ -228,9 +228,9 @@ bool FactorCuts::bound_boundaries(
   const auto w = dim.window ? *dim.window : Dim::SymWindow(0, 1, size);
   const auto place = [&](const c10::SymInt& at) { return plus(w.start, w.step == 1 ? at : at * w.step); };
   const auto held = piece_of(*t.layout, d, size, c, m);
-  const auto end = plus(held.start, held.length);
+  const auto end = held.end();
   if (held.length != window_count(w, whole) ||
-      (held.length != 0 && (place(held.start) < whole.start || place(end - 1) >= plus(whole.start, whole.length)))) {
+      (held.length != 0 && (place(held.start) < whole.start || place(end - 1) >= whole.end()))) {
     return false;
   }
   for (c[m] = 1; c[m] < mesh_.size(m); ++c[m]) {
@@ -253,14 +253,14 @@ bool FactorCuts::bound_holder(
   const auto size = t.sym_size(d);
   const auto held = piece_of(*t.layout, d, size, c, m);
   if (held.length == 0) {
-    return index < whole.start || index >= plus(whole.start, whole.length);
+    return index < whole.start || index >= whole.end();
   }
   for (c[m] = 1; c[m] < mesh_.size(m); ++c[m]) {
     const bool before = piece_of(*t.layout, d, size, c, m + 1).start > held.start; // than this rank is the holder
     (before ? least : most)[c[m]] = before ? plus(index, 1) : index;
   }
   c[m] = 0;
-  return index >= whole.start && index < plus(whole.start, whole.length);
+  return index >= whole.start && index < whole.end();
 }
 
 c10::SymInt FactorCuts::factor_size(int64_t f) const {
@@ -309,7 +309,7 @@ Cut FactorCuts::dim_cut(const Dim& dim, int64_t m) const {
   const auto lies_at = [&](const Coordinate& c) {
     for (size_t i = 0; i < places.size(); ++i) {
       const auto piece = piece_of(*places[i].first, 0, places[i].second, c, m + 1);
-      if (dim.at[i].index < piece.start || dim.at[i].index >= plus(piece.start, piece.length)) {
+      if (dim.at[i].index < piece.start || dim.at[i].index >= piece.end()) {
         return false;
       }
     }
@@ -339,7 +339,7 @@ c10::SymInt FactorCuts::measure(
 }
 
 c10::SymInt FactorCuts::window_count(const Dim::SymWindow& w, const SymInterval& piece) {
-  const auto before = window_before(w, piece.start), until = window_before(w, plus(piece.start, piece.length));
+  const auto before = window_before(w, piece.start), until = window_before(w, piece.end());
   return plus(until, -before);
 }
 

@@ -8,7 +8,7 @@ namespace shardtensor::rules {
 // A piece of a dim, in units of `each` indices; indices that are left over count to the next piece.
 inline Interval in_units(const Interval& piece, int64_t each) {
   const auto start = piece.start / each;
-  return {start, (piece.start + piece.length) / each - start};
+  return {start, (piece.end()) / each - start};
 }
 
 // How many indices of the window are below `at`. Symbols are compared, which guards the graph: the result is a number for all
