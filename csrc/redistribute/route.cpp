@@ -16,11 +16,7 @@ double bytes_of(IntArrayRef sizes, int64_t item) {
 
 // Into how many pieces the layout cuts a tensor.
 double pieces(const Layout& layout) {
-  double n = 1;
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    n *= layout.placement(m).is_shard() ? static_cast<double>(layout.mesh().size(m)) : 1;
-  }
-  return n;
+  return static_cast<double>(layout.ranks_where([&](int64_t m) { return layout.placement(m).is_shard(); }));
 }
 
 double cost_across(const Layout& from, const Layout& to, double bytes) {

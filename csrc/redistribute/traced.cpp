@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <numeric>
 
 namespace shardtensor {
 
@@ -23,21 +24,13 @@ std::optional<Lengths> lengths_along(const Layout& layout, int64_t m, c10::SymIn
   if (p.split_factor > 1) {
     return std::nullopt;
   }
-  const auto n = layout.mesh().size(m);
-  const auto extent = sym_extent_before(layout, m, p.dim, sizes[p.dim], layout.mesh().coordinate());
-  if (const SymSplit split(layout, m, extent); split) {
-    Lengths out;
-    for (int64_t c = 0; c < n; ++c) {
-      out.push_back(split(c).length);
-    }
-    return out;
-  }
-  const auto number = extent.guard_int(__FILE__, __LINE__);
-  auto coordinate = layout.mesh().coordinate();
+  auto at = layout.mesh().coordinate();
+  const auto extent = sym_extent_before(layout, m, p.dim, sizes[p.dim], at);
+  const SymSplit split(layout, m, extent);
+  const auto number = split ? 0 : extent.guard_int(__FILE__, __LINE__);
   Lengths out;
-  for (int64_t c = 0; c < n; ++c) {
-    coordinate[m] = c;
-    out.emplace_back(layout.split_size(m, number, coordinate));
+  for (at[m] = 0; at[m] < layout.mesh().size(m); ++at[m]) {
+    out.push_back(split ? split(at[m]).length : SymInt(layout.split_size(m, number, at)));
   }
   return out;
 }
@@ -65,10 +58,7 @@ at::Tensor padded(const at::Tensor& t, int64_t dim, const SymInt& length) {
 // For lengths that differ: whether padding all pieces to the longest costs little. Then the backend's own gather or
 // reduce-scatter can be used; otherwise pieces are sent unpadded, in an all-to-all.
 bool worth_padding(const Lengths& lengths) {
-  SymInt total = 0;
-  for (const auto& n : lengths) {
-    total = plus(total, n);
-  }
+  const auto total = std::accumulate(lengths.begin(), lengths.end(), SymInt(0), plus);
   return longest(lengths) * static_cast<int64_t>(lengths.size() * 4) <= total * 5;
 }
 
@@ -248,24 +238,20 @@ int64_t recuts(const Layout& now, const Layout& next) {
   return found;
 }
 
+// The indices in front of coordinate `me`'s piece.
+SymInt start_of(const Lengths& lengths, int64_t me) {
+  return std::accumulate(lengths.begin(), lengths.begin() + me, SymInt(0), plus);
+}
+
 at::Tensor slice(const at::Tensor& whole, int64_t dim, const Lengths& lengths, int64_t me) {
-  SymInt start = 0;
-  for (int64_t c = 0; c < me; ++c) {
-    start = plus(start, lengths[c]);
-  }
-  return whole.narrow_symint(dim, start, lengths[me]);
+  return whole.narrow_symint(dim, start_of(lengths, me), lengths[me]);
 }
 
 // The piece at its place in the whole, with `nothing` elsewhere.
 at::Tensor spread(const at::Tensor& piece, int64_t dim, const Lengths& lengths, int64_t me, const at::Scalar& nothing) {
-  SymInt before = 0, after = 0;
-  for (int64_t c = 0; c < static_cast<int64_t>(lengths.size()); ++c) {
-    auto& side = c < me ? before : after;
-    side = c == me ? side : plus(side, lengths[c]);
-  }
   std::vector<SymInt> pad(2 * (piece.dim() - dim), 0);
-  pad[pad.size() - 2] = before;
-  pad.back() = after;
+  pad[pad.size() - 2] = start_of(lengths, me);
+  pad.back() = std::accumulate(lengths.begin() + me + 1, lengths.end(), SymInt(0), plus);
   return at::constant_pad_nd_symint(piece, pad, nothing);
 }
 
