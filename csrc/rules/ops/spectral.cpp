@@ -51,11 +51,7 @@ bool has(const Sizes& dims, int64_t d) {
 // Whether one of the tensor dims `dims` has an index for each rank if mesh dim m cuts it too.
 bool takes_cut(const Layout& layout, c10::SymIntArrayRef sizes, const Sizes& dims, int64_t m) {
   return std::any_of(dims.begin(), dims.end(), [&](int64_t d) {
-    int64_t ranks = layout.mesh().size(m);
-    for (int64_t k = 0; k < layout.ndim(); ++k) {
-      ranks *= k != m && layout.placement(k).is_shard(d) ? layout.mesh().size(k) : 1;
-    }
-    return sizes[d] >= ranks;
+    return sizes[d] >= layout.ranks_where([&](int64_t k) { return k == m || layout.placement(k).is_shard(d); });
   });
 }
 
@@ -65,31 +61,9 @@ enum class Transform : uint8_t { C2C, R2C, C2R };
 
 // ---- one signal that is cut: each rank has a part ----
 
-// The mesh dims that cut tensor dim d.
-std::vector<int64_t> mesh_dims_along(const Layout& layout, int64_t d) {
-  std::vector<int64_t> out;
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (layout.placement(m).is_shard(d)) {
-      out.push_back(m);
-    }
-  }
-  return out;
-}
-
-int64_t pieces_along(const Layout& layout, int64_t d) {
-  int64_t pieces = 1;
-  for (const auto m : mesh_dims_along(layout, d)) {
-    pieces *= layout.mesh().size(m);
-  }
-  return pieces;
-}
-
 LayoutPtr recut(const at::Tensor& t, int64_t from, int64_t to) {
-  auto layout = as_shard_tensor(t)->layout_ptr();
-  for (const auto m : mesh_dims_along(*layout, from)) {
-    layout = layout->with(m, Placement::shard(to));
-  }
-  return layout;
+  const auto& layout = as_shard_tensor(t)->layout();
+  return layout.with_where([&](int64_t m) { return layout.placement(m).is_shard(from); }, Placement::shard(to));
 }
 
 // A signal of n = rows * columns numbers: its transform is that of the rows' numbers, column by column, then of the columns'.
@@ -106,14 +80,12 @@ std::optional<FactoredSignal> grid_of(const at::Tensor& self, const Sizes& dims,
     return std::nullopt;
   }
   const auto d = dims[0];
-  const auto ranks = pieces_along(layout, d);
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (layout.placement(m).is_partial() || layout.placement(m).split_factor != 1) {
-      return std::nullopt;
-    }
+  const auto ranks = layout.pieces_of(d);
+  if (layout.any_mesh_dim([&](int64_t m) { return layout.placement(m).is_partial() || layout.placement(m).split_factor != 1; })) {
+    return std::nullopt;
   }
   for (int64_t e = 0; e < self.dim(); ++e) {
-    if (e != d && self.sym_size(e) >= ranks * pieces_along(layout, e)) {
+    if (e != d && self.sym_size(e) >= ranks * layout.pieces_of(e)) {
       return std::nullopt; // cut instead, by the rule
     }
   }
@@ -129,10 +101,8 @@ std::optional<FactoredSignal> grid_of(const at::Tensor& self, const Sizes& dims,
 // exp(-2 pi i row column / n), or its conjugate, where `like`, [.., rows, columns, ..], has its columns.
 at::Tensor twiddles(const at::Tensor& like, const FactoredSignal& grid, bool forward) {
   const auto& has = as_shard_tensor(like)->layout();
-  auto layout = Layout::replicated(has.mesh_ptr());
-  for (const auto m : mesh_dims_along(has, grid.dim + 1)) {
-    layout = layout->with(m, Placement::shard(1));
-  }
+  const auto cut = [&](int64_t m) { return has.placement(m).is_shard(grid.dim + 1); };
+  const auto layout = Layout::replicated(has.mesh_ptr())->with_where(cut, Placement::shard(1));
   const auto columns = layout->intervals(1, grid.columns, layout->mesh().coordinate())[0];
   const auto numbers = as_shard_tensor(like)->local().options().dtype(at::kLong);
   const auto n = grid.rows * grid.columns;
