@@ -192,6 +192,13 @@ void set_along(const KernelRun& run, const Windows& windows, const char* name, i
   run.arg(at) = std::move(list);
 }
 
+NativeIntervals whole_windows(const KernelRun& run, const Windows& windows, int64_t i, const WindowShare& share) {
+  set_along(run, windows, "padding", i, 0);
+  set_along(run, windows, "output_padding", i, 0);
+  set_along(run, windows, "output_size", i, share.makes.length);
+  return {share.read(), share.makes};
+}
+
 SymSizes sizes_of_piece(const KernelRun& run, size_t nth) {
   SymSizes sizes;
   for (const auto& from : run.solution.results[nth].sizes) {

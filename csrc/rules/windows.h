@@ -137,6 +137,9 @@ bool run_windowed(
 // Writes integer i of an argument that lists one per dim of space, or one for all. Does nothing if the op has no such argument.
 void set_along(const KernelRun& run, const Windows& windows, const char* name, int64_t i, int64_t value);
 
+// What an op of padded windows gets along a cut dim: no padding, since its cells are there.
+NativeIntervals whole_windows(const KernelRun& run, const Windows& windows, int64_t i, const WindowShare& share);
+
 // This rank's sizes of a result all of whose global sizes the rule gives.
 SymSizes sizes_of_piece(const KernelRun& run, size_t nth = 0);
 

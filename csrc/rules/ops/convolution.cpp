@@ -99,13 +99,6 @@ Windows windows_of(const Call& call, const TensorArg& input, const TensorArg& we
   return windows;
 }
 
-// What torch's op gets along a cut dim: no padding, since its cells are there.
-NativeIntervals whole_windows(const KernelRun& run, const Windows& windows, int64_t i, const WindowShare& share) {
-  set_along(run, windows, "padding", i, 0);
-  set_along(run, windows, "output_padding", i, 0);
-  return {share.read(), share.makes};
-}
-
 void replace_padding(const KernelRun& run, const Windows& windows) {
   for (int64_t i = 0; i < windows.ndim(); ++i) {
     if (const auto share = share_of(run, windows, i); share.cut) {
@@ -299,17 +292,8 @@ void convolution_kernel(KernelRun& run) {
 
 // The meta kernel does not recognize a batch of one as channels_last.
 std::optional<DimOrder> order_of_result(const TensorArg& input, const TensorArg& weight) {
-  for (const auto* t : {&input, &weight}) {
-    const auto sizes = t->sym_sizes(), strides = t->sym_strides();
-    const c10::SymIntArrayRef size(sizes), stride(strides);
-    if (c10::is_channels_last_strides_2d(size, stride)) {
-      return DimOrder{0, 2, 3, 1};
-    }
-    if (c10::is_channels_last_strides_3d(size, stride)) {
-      return DimOrder{0, 2, 3, 4, 1};
-    }
-  }
-  return std::nullopt;
+  const auto order = channels_last_order(input);
+  return order ? order : channels_last_order(weight);
 }
 
 // Without channels to read, torch's result has no channels either, and the gradients are zeros of the operands' sizes. So the

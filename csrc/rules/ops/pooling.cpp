@@ -131,13 +131,6 @@ std::optional<Pool> pool_of(const Call& call, int64_t space, const TensorArg& in
 
 // ---- kernels ----
 
-// What torch's op gets along a dim of space that is cut: no padding, since its cells are there.
-NativeIntervals whole_windows(const KernelRun& run, const Pool& pool, int64_t i, const WindowShare& share) {
-  set_along(run, pool, "padding", i, 0);
-  set_along(run, pool, "output_size", i, share.makes.length);
-  return {share.read(), share.makes};
-}
-
 // Indices in planes of `sizes`, split into one per dim.
 std::vector<at::Tensor> unraveled(at::Tensor index, c10::IntArrayRef sizes) {
   std::vector<at::Tensor> out(sizes.size());
