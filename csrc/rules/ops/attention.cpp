@@ -190,28 +190,15 @@ void register_attention(Registry& r) {
   r.add("attention", {"_fused_sdp_choice"}, choice);
   r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<FusedKernel::Cudnn>, rows);
   r.add("attention", {"_scaled_dot_product_cudnn_attention_backward"}, attention_backward<FusedKernel::Cudnn>, rows);
-  r.add(
-      "attention",
-      {
-          "_scaled_dot_product_efficient_attention",
-      },
-      attention<FusedKernel::Efficient>, rows);
+  r.add("attention", {"_scaled_dot_product_efficient_attention"}, attention<FusedKernel::Efficient>, rows);
   r.add("attention", {"_scaled_dot_product_efficient_attention_backward"}, attention_backward<FusedKernel::Efficient>, rows);
   r.add("attention", {"_scaled_dot_product_fused_attention_overrideable"}, attention<FusedKernel::Other>, rows);
   r.add("attention", {"_scaled_dot_product_fused_attention_overrideable_backward"}, attention_backward<FusedKernel::Other>, rows);
   r.add(
-      "attention",
-      {
-          "_scaled_dot_product_flash_attention",
-          "_scaled_dot_product_flash_attention_for_cpu",
-      },
+      "attention", {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"},
       attention<FusedKernel::Flash>, rows);
   r.add(
-      "attention",
-      {
-          "_scaled_dot_product_flash_attention_backward",
-          "_scaled_dot_product_flash_attention_for_cpu_backward",
-      },
+      "attention", {"_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward"},
       attention_backward<FusedKernel::Flash>, rows);
 }
 

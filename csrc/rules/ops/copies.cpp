@@ -151,14 +151,7 @@ void register_copies(Registry& r) {
       {.if_plain =
            " To load a state dict of plain tensors, use torch.distributed.checkpoint.state_dict.set_model_state_dict with "
            "StateDictOptions(full_state_dict=True)."});
-  r.add(
-      "copies",
-      {
-          "full_like",
-          "ones_like",
-          "zeros_like",
-      },
-      like_self);
+  r.add("copies", {"full_like", "ones_like", "zeros_like"}, like_self);
   r.add("copies", {"_new_zeros_with_same_feature_meta"}, zeros_like_second, {.symbols = true});
   r.add("copies", {"empty_like"}, empty_like, {.unwritten = true});
   constexpr auto* kDense = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
@@ -170,13 +163,7 @@ void register_copies(Registry& r) {
   r.add("copies", {"is_pinned"}, of_piece);
   r.add(
       "copies",
-      {
-          "_nested_from_padded",
-          "_nested_tensor_from_mask",
-          "_nested_tensor_from_tensor_list",
-          "_nested_view_from_buffer",
-      },
-      nullptr,
+      {"_nested_from_padded", "_nested_tensor_from_mask", "_nested_tensor_from_tensor_list", "_nested_view_from_buffer"}, nullptr,
       {.way = Way::Refused,
        .why = "a strided nested tensor has its own memory, which cannot hold the pieces of a ShardTensor; use "
               "layout=torch.jagged, which holds a ShardTensor, or nest pieces (to_local()) or whole tensors (full_tensor())",
@@ -189,14 +176,8 @@ void register_copies(Registry& r) {
   // Their ends are single numbers.
   r.add(
       "copies",
-      {
-          "linspace.Scalar_Tensor",
-          "linspace.Tensor_Scalar",
-          "linspace.Tensor_Tensor",
-          "logspace.Scalar_Tensor",
-          "logspace.Tensor_Scalar",
-          "logspace.Tensor_Tensor",
-      },
+      {"linspace.Scalar_Tensor", "linspace.Tensor_Scalar", "linspace.Tensor_Tensor", "logspace.Scalar_Tensor",
+       "logspace.Tensor_Scalar", "logspace.Tensor_Tensor"},
       replicate);
   // Without a linear group, a Partial self is reduced first and carried back afterwards.
   r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, broadcast, {.repeats = true});

@@ -556,28 +556,13 @@ void register_indexing(Registry& r) {
   r.add("indexing", {"index_copy", "index_copy_"}, write_rows<WriteKind::Values>, symbols);
   r.add(
       "indexing",
-      {
-          "index_fill.int_Scalar",
-          "index_fill.int_Tensor",
-          "index_fill_.int_Scalar",
-          "index_fill_.int_Tensor",
-          "index_reduce",
-          "index_reduce_",
-      },
+      {"index_fill.int_Scalar", "index_fill.int_Tensor", "index_fill_.int_Scalar", "index_fill_.int_Tensor", "index_reduce",
+       "index_reduce_"},
       write_rows<WriteKind::Others>, symbols);
   r.add("indexing", {"index_select"}, index_select, symbols);
   // The ranks must agree on the result's size, so all need all values.
   r.add(
-      "indexing",
-      {
-          "masked_scatter",
-          "masked_select",
-          "nonzero",
-          "nonzero_static",
-          "put",
-          "put_",
-          "repeat_interleave.Tensor",
-      },
+      "indexing", {"masked_scatter", "masked_select", "nonzero", "nonzero_static", "put", "put_", "repeat_interleave.Tensor"},
       replicate);
   r.add("indexing", {"masked_scatter_"}, masked_scatter_in_place, {.whole = true});
   r.add("indexing", {"masked_scatter_backward"}, replicate, symbols);
@@ -585,16 +570,8 @@ void register_indexing(Registry& r) {
   r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<WriteKind::Sums>, symbols);
   r.add(
       "indexing",
-      {
-          "scatter.reduce",
-          "scatter.value",
-          "scatter.value_reduce",
-          "scatter_.reduce",
-          "scatter_.value",
-          "scatter_.value_reduce",
-          "scatter_reduce.two",
-          "scatter_reduce_.two",
-      },
+      {"scatter.reduce", "scatter.value", "scatter.value_reduce", "scatter_.reduce", "scatter_.value", "scatter_.value_reduce",
+       "scatter_reduce.two", "scatter_reduce_.two"},
       scatter<WriteKind::Others>, symbols);
   r.add("indexing", {"take"}, take);
   r.add("indexing", {"tensor_split.tensor_indices_or_sections"}, kAsOtherOps, {.autograd = formulas::tensor_split});

@@ -375,24 +375,13 @@ void register_losses(Registry& r) {
   const Options margins{.symbols = true, .takes = kReals, .one_dtype = 0b10001}; // self, weight
   r.add(
       "losses",
-      {
-          "binary_cross_entropy",
-          "binary_cross_entropy_with_logits",
-          "huber_loss",
-          "mse_loss",
-          "smooth_l1_loss",
-          "soft_margin_loss",
-      },
+      {"binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "mse_loss", "smooth_l1_loss",
+       "soft_margin_loss"},
       elementwise_loss, {.symbols = true});
   r.add(
       "losses",
-      {
-          "binary_cross_entropy_backward",
-          "huber_loss_backward",
-          "mse_loss_backward",
-          "smooth_l1_loss_backward",
-          "soft_margin_loss_backward",
-      },
+      {"binary_cross_entropy_backward", "huber_loss_backward", "mse_loss_backward", "smooth_l1_loss_backward",
+       "soft_margin_loss_backward"},
       elementwise_backward, {.symbols = true});
   // torch's implementation reads the lengths from memory, or makes plain tensors of them.
   r.add("losses", {"ctc_loss.IntList", "ctc_loss.Tensor"}, ctc, {.autograd = formulas::on_pieces, .takes = kWideReals});

@@ -530,22 +530,12 @@ void register_normalization(Registry& r) {
   r.add("normalization", {"_fused_rms_norm"}, layer_norm<rms_norm_kernel>, {.symbols = true});
   r.add("normalization", {"_fused_rms_norm_backward"}, layer_norm_backward<false>, {.symbols = true});
   r.add(
-      "normalization",
-      {
-          "_batch_norm_with_update",
-          "_native_batch_norm_legit",
-          "_native_batch_norm_legit.no_stats",
-      },
-      batch_norm, weighted);
+      "normalization", {"_batch_norm_with_update", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats"}, batch_norm,
+      weighted);
   r.add("normalization", {"cudnn_batch_norm", "native_batch_norm"}, batch_norm, running);
   r.add(
-      "normalization",
-      {
-          "batch_norm_backward",
-          "cudnn_batch_norm_backward",
-          "native_batch_norm_backward",
-      },
-      batch_norm_backward, real);
+      "normalization", {"batch_norm_backward", "cudnn_batch_norm_backward", "native_batch_norm_backward"}, batch_norm_backward,
+      real);
   r.add("normalization", {"native_group_norm"}, group_norm, weighted);
   r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, real);
   r.add("normalization", {"native_layer_norm"}, layer_norm<layer_norm_kernel>, weighted);

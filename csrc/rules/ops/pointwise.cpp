@@ -417,73 +417,26 @@ void register_pointwise(Registry& r) {
       pointwise, o);
   r.add(
       "pointwise",
-      {
-          "__ilshift__.Scalar",
-          "__ilshift__.Tensor",
-          "__irshift__.Scalar",
-          "__irshift__.Tensor",
-          "__lshift__.Scalar",
-          "__lshift__.Tensor",
-          "__rshift__.Scalar",
-          "__rshift__.Tensor",
-          "xlogy.OutScalar_Other",
-          "xlogy.OutScalar_Self",
-          "log_sigmoid_forward.output",
-          "clamp.Minmax",
-      },
+      {"__ilshift__.Scalar", "__ilshift__.Tensor", "__irshift__.Scalar", "__irshift__.Tensor", "__lshift__.Scalar",
+       "__lshift__.Tensor", "__rshift__.Scalar", "__rshift__.Tensor", "xlogy.OutScalar_Other", "xlogy.OutScalar_Self",
+       "log_sigmoid_forward.output", "clamp.Minmax"},
       pointwise, o);
 
-  r.add_forms(
-      "pointwise",
-      {
-          "_conj_physical",
-          "conj_physical",
-          "mul.Scalar",
-          "neg",
-          "positive",
-      },
-      linear_in_wrapping, o);
+  r.add_forms("pointwise", {"_conj_physical", "conj_physical", "mul.Scalar", "neg", "positive"}, linear_in_wrapping, o);
   r.add_forms("pointwise", {"deg2rad", "rad2deg"}, linear_in_first<broadcast>, o);
   r.add_forms("pointwise", {"div.Scalar", "div.Tensor"}, divide, o);
   r.add(
       "pointwise",
-      {
-          "elu_backward",
-          "gelu_backward",
-          "hardshrink_backward",
-          "hardsigmoid_backward",
-          "hardswish_backward",
-          "hardtanh_backward",
-          "leaky_relu_backward",
-          "logit_backward",
-          "mish_backward",
-          "native_dropout_backward",
-          "sigmoid_backward",
-          "silu_backward",
-          "softplus_backward",
-          "softshrink_backward",
-          "tanh_backward",
-          "threshold_backward",
-      },
+      {"elu_backward", "gelu_backward", "hardshrink_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
+       "leaky_relu_backward", "logit_backward", "mish_backward", "native_dropout_backward", "sigmoid_backward", "silu_backward",
+       "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward"},
       linear_in_first<broadcast>, o);
   r.add(
       "pointwise",
-      {
-          "elu_backward.grad_input",
-          "gelu_backward.grad_input",
-          "hardshrink_backward.grad_input",
-          "hardsigmoid_backward.grad_input",
-          "hardtanh_backward.grad_input",
-          "leaky_relu_backward.grad_input",
-          "log_sigmoid_backward.grad_input",
-          "logit_backward.grad_input",
-          "sigmoid_backward.grad_input",
-          "silu_backward.grad_input",
-          "softplus_backward.grad_input",
-          "softshrink_backward.grad_input",
-          "tanh_backward.grad_input",
-          "threshold_backward.grad_input",
-      },
+      {"elu_backward.grad_input", "gelu_backward.grad_input", "hardshrink_backward.grad_input", "hardsigmoid_backward.grad_input",
+       "hardtanh_backward.grad_input", "leaky_relu_backward.grad_input", "log_sigmoid_backward.grad_input",
+       "logit_backward.grad_input", "sigmoid_backward.grad_input", "silu_backward.grad_input", "softplus_backward.grad_input",
+       "softshrink_backward.grad_input", "tanh_backward.grad_input", "threshold_backward.grad_input"},
       pointwise, o);
 
   Options same_each_time = o;

@@ -381,14 +381,8 @@ void register_random(Registry& r) {
   r.add("random", {"rand_like", "rand_like.generator"}, like<fill_fresh<unit_uniform>>, any);
   r.add(
       "random",
-      {
-          "randint_like",
-          "randint_like.Tensor",
-          "randint_like.Tensor_generator",
-          "randint_like.generator",
-          "randint_like.low_dtype",
-          "randint_like.low_generator_dtype",
-      },
+      {"randint_like", "randint_like.Tensor", "randint_like.Tensor_generator", "randint_like.generator", "randint_like.low_dtype",
+       "randint_like.low_generator_dtype"},
       like<fill_fresh<randint>>);
   r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>, any);
   r.add("random", {"random", "random.from", "random.to"}, like<fill_fresh<random>>);

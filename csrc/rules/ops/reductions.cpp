@@ -517,49 +517,21 @@ void register_reductions(Registry& r) {
   r.add(family, {"argmin", "argmin.out"}, select<ReduceOp::Min, arg_kernel>, ordered);
   r.add(
       family,
-      {
-          "count_nonzero",
-          "count_nonzero.dim_IntList",
-          "count_nonzero.dim_IntList_out",
-          "count_nonzero.out",
-          "nansum",
-          "nansum.out",
-      },
+      {"count_nonzero", "count_nonzero.dim_IntList", "count_nonzero.dim_IntList_out", "count_nonzero.out", "nansum",
+       "nansum.out"},
       counted);
   r.add(family, {"equal"}, equal);
   r.add(family, {"_has_same_storage_numel"}, kAsOtherOps, {.autograd = formulas::has_same_storage});
   r.add(family, {"hash_tensor", "hash_tensor.out"}, hash);
   r.add(
       family,
-      {
-          "kthvalue",
-          "kthvalue.values",
-          "median",
-          "median.dim",
-          "median.dim_values",
-          "median.out",
-          "mode",
-          "mode.values",
-          "nanmedian",
-          "nanmedian.dim",
-          "nanmedian.dim_values",
-          "nanmedian.out",
-      },
+      {"kthvalue", "kthvalue.values", "median", "median.dim", "median.dim_values", "median.out", "mode", "mode.values",
+       "nanmedian", "nanmedian.dim", "nanmedian.dim_values", "nanmedian.out"},
       in_order, ordered);
   r.add(
       family,
-      {
-          "linalg_vector_norm",
-          "linalg_vector_norm.out",
-          "norm.Scalar",
-          "norm.ScalarOpt_dim",
-          "norm.ScalarOpt_dim_dtype",
-          "norm.ScalarOpt_dtype",
-          "norm.ScalarOpt_dtype_out",
-          "norm.Scalar_out",
-          "norm.dtype_out",
-          "norm.out",
-      },
+      {"linalg_vector_norm", "linalg_vector_norm.out", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype",
+       "norm.ScalarOpt_dtype", "norm.ScalarOpt_dtype_out", "norm.Scalar_out", "norm.dtype_out", "norm.out"},
       norm, numbers);
   r.add(family, {"linalg__powsum", "linalg__powsum.out"}, power_sum, numbers);
   r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp, {.symbols = true});
@@ -574,27 +546,11 @@ void register_reductions(Registry& r) {
   r.add(family, {"quantile"}, kAsOtherOps, {.autograd = formulas::quantile});
   r.add(family, {"quantile.scalar"}, kAsOtherOps, {.autograd = formulas::quantile_number});
   r.add(family, {"renorm", "renorm.out", "renorm_"}, renorm, numbers);
-  r.add(
-      family,
-      {
-          "std.correction",
-          "std.correction_out",
-          "std_mean.correction",
-          "std_mean.correction_out",
-      },
-      var<true>, numbers);
+  r.add(family, {"std.correction", "std.correction_out", "std_mean.correction", "std_mean.correction_out"}, var<true>, numbers);
   r.add(family, {"_segment_reduce_backward"}, linear_in_first<segments>);
   r.add(family, {"segment_reduce"}, segments);
   r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum, {.symbols = true});
-  r.add(
-      family,
-      {
-          "var.correction",
-          "var.correction_out",
-          "var_mean.correction",
-          "var_mean.correction_out",
-      },
-      var<false>, numbers);
+  r.add(family, {"var.correction", "var.correction_out", "var_mean.correction", "var_mean.correction_out"}, var<false>, numbers);
 }
 
 } // namespace shardtensor::rules

@@ -487,16 +487,7 @@ void register_scans(Registry& r) {
   const Options ordered{.takes = kAllNumbers & ~kComplex}, searched{.takes = kIntegers | kReals};
   const Options cumulative{.symbols = true, .takes = ordered.takes};
   const char* family = "scans";
-  r.add(
-      family,
-      {
-          "_unique",
-          "_unique2",
-          "unique_consecutive",
-          "unique_dim",
-          "unique_dim_consecutive",
-      },
-      replicate);
+  r.add(family, {"_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive"}, replicate);
   r.add(family, {"bincount"}, bincount, {.takes = kIntegers});
   r.add(family, {"bucketize.Scalar", "bucketize.Scalar_out", "bucketize.Tensor", "bucketize.Tensor_out"}, bucketize, searched);
   r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>, cumulative);
@@ -516,14 +507,8 @@ void register_scans(Registry& r) {
   r.add(family, {"histogram.bin_ct", "histogram.bins_tensor"}, histogram<false>, ordered);
   r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, logcumsumexp, {.symbols = true});
   r.add(
-      family,
-      {
-          "searchsorted.Scalar",
-          "searchsorted.Scalar_out",
-          "searchsorted.Tensor",
-          "searchsorted.Tensor_out",
-      },
-      searchsorted, searched);
+      family, {"searchsorted.Scalar", "searchsorted.Scalar_out", "searchsorted.Tensor", "searchsorted.Tensor_out"}, searchsorted,
+      searched);
   r.add(family, {"shardtensor::suffix_sum"}, linear_in_first<scan<suffix_sum_kernel>>, {.symbols = true});
   r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
   r.add(family, {"topk", "topk.values"}, topk, {.symbols = true});

@@ -194,17 +194,8 @@ void register_view_order(Registry& r) {
   r.add("views", {"permute", "permute_copy"}, permute);
   r.add(
       "views",
-      {
-          "squeeze",
-          "squeeze.dim",
-          "squeeze.dims",
-          "squeeze_",
-          "squeeze_.dim",
-          "squeeze_.dims",
-          "squeeze_copy",
-          "squeeze_copy.dim",
-          "squeeze_copy.dims",
-      },
+      {"squeeze", "squeeze.dim", "squeeze.dims", "squeeze_", "squeeze_.dim", "squeeze_.dims", "squeeze_copy", "squeeze_copy.dim",
+       "squeeze_copy.dims"},
       squeeze, {.symbols = true});
   r.add("views", {"t", "t_copy"}, t);
   // In-place forms do not change the local tensor itself, because it may be shared.

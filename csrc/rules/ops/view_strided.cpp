@@ -390,14 +390,7 @@ void register_view_strided(Registry& r) {
   r.add("views", {"as_strided_scatter"}, as_strided_scatter, symbols);
   r.add(
       "views",
-      {
-          "resize_",
-          "resize_as_",
-          "set_",
-          "set_.source_Storage",
-          "set_.source_Storage_storage_offset",
-          "set_.source_Tensor",
-      },
+      {"resize_", "resize_as_", "set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor"},
       nullptr, {.way = Way::Refused, .why = kFrozen});
 }
 
