@@ -161,6 +161,12 @@ SymInterval mine(const KernelRun& run, size_t i, int64_t dim) {
   return shardtensor::mine(*run.operands[i].layout, dim, run.operands[i].symbols[dim]);
 }
 
+LocalIndex inside(const at::Tensor& index, const SymInterval& piece, const at::Scalar& otherwise) {
+  auto local = index - at::Scalar(piece.start);
+  auto outside = local.lt(0).logical_or_(local.ge(at::Scalar(piece.length)));
+  return {local.masked_fill_(outside, otherwise), std::move(outside)};
+}
+
 at::ScalarType accumulate_type(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
 }

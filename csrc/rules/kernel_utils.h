@@ -58,6 +58,12 @@ Factor normed(double order);
 // The indices of operand i along `dim` that this rank holds.
 SymInterval mine(const KernelRun& run, size_t i, int64_t dim);
 
+// Indices into a piece; those of elements that other ranks hold are `otherwise`.
+struct LocalIndex {
+  at::Tensor index, outside; // outside: which of them those are
+};
+LocalIndex inside(const at::Tensor& index, const SymInterval& piece, const at::Scalar& otherwise = 0);
+
 // The dtype in which sums are held: float for half precision, else the same.
 at::ScalarType accumulate_type(at::ScalarType dtype);
 

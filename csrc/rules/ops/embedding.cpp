@@ -41,10 +41,8 @@ void embedding_kernel(KernelRun& run) {
     run.returns({at::full_symint(sizes, nothing, weight.options())});
     return;
   }
-  const at::Scalar start(held.start), end(held.end());
-  const auto elsewhere = (indices < start).logical_or_(indices >= end);
-  const auto at = (indices - start).masked_fill_(elsewhere, 0);
-  run.returns({at::embedding(weight, at).masked_fill_(elsewhere.unsqueeze(-1), nothing)});
+  const auto at = inside(indices, held);
+  run.returns({at::embedding(weight, at.index).masked_fill_(at.outside.unsqueeze(-1), nothing)});
 }
 
 // (weight, indices, padding_idx, scale_grad_by_freq, sparse)
@@ -86,9 +84,8 @@ void table_backward_kernel(KernelRun& run) {
   const auto grad = run.arg(0).toTensor(), indices = run.arg(1).toTensor();
   const auto padding = run.arg(4).toInt();
   const auto held = mine(*run.solution.results[0].layout, 0, run.arg(3).toSymInt());
-  const at::Scalar start(held.start), end(held.end());
-  const auto elsewhere = (indices < start).logical_or_(indices >= end).logical_or_(indices == padding);
-  const auto at = (indices - start).masked_fill_(elsewhere, at::Scalar(held.length));
+  const at::Scalar spare(held.length);
+  const auto at = inside(indices, held, spare).index.masked_fill_(indices == padding, spare);
   const auto rows = at::embedding_dense_backward_symint(grad, at, held.length + 1, held.length, run.arg(5).toBool());
   run.returns({rows.narrow_symint(0, 0, held.length)});
 }

@@ -35,22 +35,9 @@ at::Scalar elsewhere(const at::Tensor& x) {
   return no_summand(ReduceOp::Sum, x.scalar_type());
 }
 
-// Indices into the piece, and which of them are outside the piece; the latter are set to 0.
-struct LocalIndex {
-  at::Tensor index, outside;
-};
-
-LocalIndex inside(const at::Tensor& index, const SymInterval& piece) {
-  const auto local = index - at::Scalar(piece.start);
-  auto outside = local.lt(0).logical_or_(local.ge(at::Scalar(piece.length)));
-  return {local.masked_fill(outside, 0), std::move(outside)};
-}
-
 // Indices into a piece with one spare row at its end. Indices outside the piece point to the spare row.
 at::Tensor or_spare(const at::Tensor& index, const SymInterval& piece) {
-  const auto local = index - at::Scalar(piece.start);
-  const at::Scalar spare(piece.length);
-  return local.masked_fill(local.lt(0).logical_or_(local.ge(spare)), spare);
+  return inside(index, piece, at::Scalar(piece.length)).index;
 }
 
 at::Tensor with_spare_row(const at::Tensor& x, int64_t dim) {
@@ -130,11 +117,21 @@ AlignedDims align(Rule& rule, const TensorArg& self, const TensorArg& index, con
   return out;
 }
 
-void gather_kernel(KernelRun& run) {
+// Reads (x, dim, index): torch's op on the piece, and nothing for indices that other ranks hold. One index for each element, or
+// (`rows`) for each slice.
+template <bool rows>
+void lookup_kernel(KernelRun& run) {
   const auto x = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto at = inside(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], false), mine(run, 0, dim));
-  run.returns({nonempty(x, dim).gather(dim, at.index).masked_fill_(at.outside, elsewhere(x))});
+  auto at = inside(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], false), mine(run, 0, dim));
+  if (rows) {
+    SymSizes shape(x.dim(), 1);
+    shape[dim] = at.outside.sym_numel();
+    at.outside = at.outside.view_symint(shape);
+  }
+  const auto piece = nonempty(x, dim);
+  const auto read = rows ? piece.index_select(dim, at.index) : piece.gather(dim, at.index);
+  run.returns({read.masked_fill_(at.outside, elsewhere(x))});
 }
 
 Rule gather(const Call& call) {
@@ -148,7 +145,7 @@ Rule gather(const Call& call) {
   rule.operands.emplace_back(std::move(dims.self));
   rule.operands.emplace_back(dims.index);
   rule.results.emplace_back(std::move(dims.index));
-  rule.kernel = gather_kernel;
+  rule.kernel = lookup_kernel<false>;
   rule.passes_partial();
   return rule;
 }
@@ -177,15 +174,6 @@ Rule scatter(const Call& call) {
 
 // ---- index_select and the ops that write rows ----
 
-void index_select_kernel(KernelRun& run) {
-  const auto x = run.arg(0).toTensor();
-  const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto at = inside(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], false), mine(run, 0, dim));
-  SymSizes shape(x.dim(), 1);
-  shape[dim] = at.outside.sym_numel();
-  run.returns({nonempty(x, dim).index_select(dim, at.index).masked_fill_(at.outside.view_symint(shape), elsewhere(x))});
-}
-
 Rule index_select(const Call& call) {
   const auto& x = call.tensor(0);
   const auto& index = call.tensor(2);
@@ -199,7 +187,7 @@ Rule index_select(const Call& call) {
   rule.operands.emplace_back(std::move(in));
   rule.operands.emplace_back(index.dim() ? Dims{out[dim]} : Dims{});
   rule.results.emplace_back(std::move(out));
-  rule.kernel = index_select_kernel;
+  rule.kernel = lookup_kernel<true>;
   rule.passes_partial();
   return rule;
 }

@@ -98,19 +98,12 @@ MatmulDims matmul_dims(const TensorArg& a, const TensorArg& b, Rule& rule) {
   const auto factor = [&] { return rule.reduced(ReduceOp::Sum); };
   MatmulDims m;
   const auto batch_a = std::max<int64_t>(a.dim() - 2, 0), batch_b = std::max<int64_t>(b.dim() - 2, 0);
-  const auto batch = std::max(batch_a, batch_b);
-  for (int64_t d = 0; d < batch; ++d) {
-    const auto in_a = d - (batch - batch_a), in_b = d - (batch - batch_b);
-    const bool wide = (in_a >= 0 && !a.is_one(in_a)) || (in_b >= 0 && !b.is_one(in_b));
-    const auto f = factor();
-    m.out.emplace_back(f);
-    if (in_a >= 0) {
-      m.self.push_back(wide && a.is_one(in_a) ? Dim(kNone) : Dim(f));
-    }
-    if (in_b >= 0) {
-      m.other.push_back(wide && b.is_one(in_b) ? Dim(kNone) : Dim(f));
-    }
-  }
+  Broadcast all(fresh_dims(rule, std::max(batch_a, batch_b), {.reduce = ReduceOp::Sum}));
+  all.widen(a, batch_a);
+  all.widen(b, batch_b);
+  m.self = all.of(a, batch_a);
+  m.other = all.of(b, batch_b);
+  m.out = all.dims;
   const auto k = factor();
   if (a.dim() > 1) {
     m.out.emplace_back(factor());

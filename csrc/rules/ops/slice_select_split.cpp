@@ -414,12 +414,9 @@ DiagonalDims diagonal_dims(Rule& rule, const Diagonal& d, int64_t cut, c10::SymI
 }
 
 SymSizes sizes_of_diagonals(const Diagonal& d, c10::SymIntArrayRef sizes) {
-  SymSizes out;
-  for (int64_t i = 0; i < static_cast<int64_t>(sizes.size()); ++i) {
-    if (i != d.a && i != d.b) {
-      out.push_back(sizes[i]);
-    }
-  }
+  auto out = sizes.vec();
+  out.erase(out.begin() + std::max(d.a, d.b));
+  out.erase(out.begin() + std::min(d.a, d.b));
   out.push_back(d.length);
   return out;
 }
@@ -435,23 +432,18 @@ Rule diagonal(const Call& call) {
   const auto diag = diagonal_of(call, 1, whole);
   const auto cut = cut_dim(*x.layout, diag);
   auto dims = diagonal_dims(rule, diag, cut, whole);
-  SymSizes sizes;
-  if (cut >= 0) {
-    sizes = sizes_of_diagonals(diag, whole);
-    rule.kernel = diagonal_kernel;
-  }
-  rule.operands.emplace_back(std::move(dims.matrices));
-  auto& result = rule.results.emplace_back(std::move(dims.diagonals), std::move(sizes));
+  rule.kernel = cut >= 0 ? diagonal_kernel : nullptr;
   auto kept = dims_in_order(x.dim());
-  kept.erase(std::remove_if(kept.begin(), kept.end(), [&](int64_t d) { return d == diag.a || d == diag.b; }), kept.end());
-  result.geometry = strides_of(kept);
-  result.geometry->strides.push_back({diag.a, 1, diag.b});
+  kept.erase(kept.begin() + std::max(diag.a, diag.b));
+  kept.erase(kept.begin() + std::min(diag.a, diag.b));
+  auto geometry = strides_of(kept);
+  geometry.strides.push_back({diag.a, 1, diag.b});
   if (diag.offset && diag.length > 0) {
     const bool under = diag.row > 0;
-    result.geometry->offset.push_back({under ? diag.a : diag.b, under ? diag.row : diag.column});
+    geometry.offset.push_back({under ? diag.a : diag.b, under ? diag.row : diag.column});
   }
-  rule.passes_partial();
-  return rule;
+  auto sizes = cut >= 0 ? sizes_of_diagonals(diag, whole) : SymSizes();
+  return as_view(std::move(rule), std::move(dims.matrices), std::move(dims.diagonals), std::move(geometry), std::move(sizes));
 }
 
 // Not a view: the last dim becomes the diagonal of two new dims.
@@ -508,15 +500,12 @@ Rule unfold(const Call& call) {
   }
   auto in = dims_beside(rule, n, dim), out = in;
   out.emplace_back(kNone);
-  rule.operands.emplace_back(std::move(in));
-  auto& result = rule.results.emplace_back(std::move(out));
-  result.geometry = strides_of(dims_in_order(n));
+  auto geometry = strides_of(dims_in_order(n));
   if (n > 0) {
-    result.geometry->strides[dim].times = call.sym_ints(3)[0];
+    geometry.strides[dim].times = call.sym_ints(3)[0];
   }
-  result.geometry->strides.push_back({n > 0 ? dim : -1, 1});
-  rule.passes_partial();
-  return rule;
+  geometry.strides.push_back({n > 0 ? dim : -1, 1});
+  return as_view(std::move(rule), std::move(in), std::move(out), std::move(geometry));
 }
 
 // ---- backward: the gradient goes into zeros of the input's sizes, argument 1 ----

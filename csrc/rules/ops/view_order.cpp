@@ -28,6 +28,13 @@ at::Tensor own(const KernelRun& run, at::Tensor view) {
   return run.op.hasTag(at::Tag::view_copy) ? view.clone(at::MemoryFormat::Contiguous) : view;
 }
 
+Rule as_view(Rule rule, Dims in, Dims out, Geometry geometry, SymSizes sizes) {
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out), std::move(sizes)).geometry = std::move(geometry);
+  rule.passes_partial();
+  return rule;
+}
+
 Rule permuted(const Call& call, c10::ArrayRef<int64_t> order) {
   Rule rule;
   auto in = fresh_dims(rule, call.tensors[0].dim());
@@ -35,11 +42,7 @@ Rule permuted(const Call& call, c10::ArrayRef<int64_t> order) {
   for (auto d : order) {
     out.push_back(in[d]);
   }
-  rule.operands.emplace_back(std::move(in));
-  rule.results.emplace_back(std::move(out));
-  rule.results[0].geometry = strides_of(order);
-  rule.passes_partial();
-  return rule;
+  return as_view(std::move(rule), std::move(in), std::move(out), strides_of(order));
 }
 
 Rule same(const Call& call) {
@@ -102,11 +105,7 @@ Rule unsqueeze(const Call& call) {
   out.insert(out.begin() + at, Dim(kNone));
   auto strides = strides_of(dims_in_order(n));
   strides.strides.insert(strides.strides.begin() + at, at < n ? Geometry::Term{at, Geometry::kItsSize} : Geometry::Term{-1, 1});
-  rule.operands.emplace_back(std::move(in));
-  rule.results.emplace_back(std::move(out));
-  rule.results[0].geometry = std::move(strides);
-  rule.passes_partial();
-  return rule;
+  return as_view(std::move(rule), std::move(in), std::move(out), std::move(strides));
 }
 
 struct SqueezedDims {
@@ -141,12 +140,8 @@ Rule squeeze(const Call& call) {
     }
   }
   rule.kernel_data = SqueezedDims{std::move(dropped)};
-  rule.operands.emplace_back(std::move(in));
-  rule.results.emplace_back(std::move(out));
-  rule.results[0].geometry = strides_of(kept);
   rule.always(squeeze_kernel);
-  rule.passes_partial();
-  return rule;
+  return as_view(std::move(rule), std::move(in), std::move(out), strides_of(kept));
 }
 
 Rule expand(const Call& call) {
@@ -172,12 +167,8 @@ Rule expand(const Call& call) {
     out.push_back(in.back());
     g.strides.push_back(stretched ? Term{-1, 0} : Term{d, 1});
   }
-  rule.operands.emplace_back(std::move(in));
-  rule.results.emplace_back(std::move(out), std::move(to));
-  rule.results[0].geometry = std::move(g);
   rule.sizes_arg = 1;
-  rule.passes_partial();
-  return rule;
+  return as_view(std::move(rule), std::move(in), std::move(out), std::move(g), std::move(to));
 }
 
 } // namespace

@@ -17,6 +17,8 @@ at::Tensor diagonal_at(const at::Tensor& x, const c10::SymInt& offset, int64_t a
 // The view itself, or a copy of it: the *_copy forms share the kernels of the views.
 at::Tensor own(const KernelRun& run, at::Tensor view);
 
+// The rule of a view whose operand and result have these dims. `sizes`: the result's, if its dims do not give them.
+Rule as_view(Rule rule, Dims in, Dims out, Geometry geometry, SymSizes sizes = {});
 Rule permuted(const Call& call, c10::ArrayRef<int64_t> order);
 Rule same(const Call& call);
 
