@@ -54,6 +54,13 @@ void subtract(Box box, const Box& hole, std::vector<Box>& out) {
   }
 }
 
+Box within(Box box, c10::IntArrayRef origin) {
+  for (const auto d : c10::irange(origin.size())) {
+    box.offsets[d] -= origin[d];
+  }
+  return box;
+}
+
 namespace {
 
 std::string str(const RankBox& p) {
@@ -164,13 +171,6 @@ std::vector<BoxMove> match(const std::vector<RankBox>& held, const std::vector<R
 
 namespace {
 
-Box within(Box box, const Box& outer) {
-  for (const auto d : c10::irange(box.offsets.size())) {
-    box.offsets[d] -= outer.offsets[d];
-  }
-  return box;
-}
-
 // This rank's tensors by their numbers in `placed`.
 std::vector<at::Tensor> numbered(const std::vector<at::Tensor>& mine, const std::vector<RankBox>& placed, int64_t rank) {
   std::vector<at::Tensor> out(placed.size());
@@ -222,7 +222,7 @@ std::vector<CopyBatch> runs_of(
       const auto start = at;
       for (; at < message.numel() && parts[i].*side == run.piece; ++i) {
         at += parts[i].box.numel();
-        run.boxes.push_back(within(parts[i].box, placed[run.piece].box));
+        run.boxes.push_back(within(parts[i].box, placed[run.piece].box.offsets));
       }
       run.flat = message.narrow(0, start, at - start);
       out.push_back(std::move(run));
@@ -287,7 +287,7 @@ std::vector<at::Tensor> exchange(
   }
   auto targets = numbered(results, wanted, me);
   for (const auto& [from, to, box] : kept) {
-    kernels::copy(sources[from], {within(box, held[from].box)}, targets[to], {within(box, wanted[to].box)});
+    kernels::copy(sources[from], {within(box, held[from].box.offsets)}, targets[to], {within(box, wanted[to].box.offsets)});
   }
   for (auto& run : runs_of(received, &BoxMove::to, wanted, arrived, arriving)) {
     kernels::unpack(run.flat, run.boxes, targets[run.piece]);

@@ -12,6 +12,8 @@ namespace shardtensor {
 bool meet(const Box& a, const Box& b);
 // The boxes must meet.
 Box intersection(const Box& a, const Box& b);
+// The box in indices that are counted from `origin`.
+Box within(Box box, c10::IntArrayRef origin);
 // Appends the part of `box` outside `hole`: a slab before and one after the hole along each dim.
 void subtract(Box box, const Box& hole, std::vector<Box>& out);
 

@@ -20,14 +20,6 @@ namespace shardtensor {
 
 namespace {
 
-Box within(const Box& box, c10::IntArrayRef origin) {
-  auto out = box;
-  for (size_t d = 0; d < origin.size(); ++d) {
-    out.offsets[d] -= origin[d];
-  }
-  return out;
-}
-
 // A box of the tensor that a rank reads. `origin`: the indices at its first cells.
 struct ReadBox {
   Box box;
@@ -54,12 +46,7 @@ std::vector<ReadBox> reads_of(const PaddedBox& stretches, c10::IntArrayRef sizes
 
 // Whether both hold the same summands.
 bool same_summands(const Layout& layout, const Coordinate& a, const Coordinate& b) {
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (layout.placement(m).is_partial() && a[m] != b[m]) {
-      return false;
-    }
-  }
-  return true;
+  return !layout.any_mesh_dim([&](int64_t m) { return layout.placement(m).is_partial() && a[m] != b[m]; });
 }
 
 } // namespace

@@ -90,6 +90,9 @@ class MeshDimSplit {
   bool strided() const {
     return strided_;
   }
+  int64_t extent() const {
+    return extent_;
+  }
   // The piece of coordinate c, within that part.
   Intervals runs(int64_t c) const {
     at_[m_] = c;
@@ -302,14 +305,15 @@ void reduce_everywhere(StepState& s, int64_t m, const LayoutPtr& next) {
   }
 }
 
-// This rank's side of a reduce-scatter.
-struct ReduceScatterPart {
-  PackedChunks all, others;    // of all coordinates' pieces in this rank's summand, and without its own; empty if in order
-  std::vector<Box> own;        // its own
-  std::vector<int64_t> numels; // of the pieces
-  std::vector<Box> places;     // of this rank's boxes in its piece
-  Sizes sizes;                 // of this rank's piece
-  bool in_order = false;       // a contiguous summand is sent without packing
+// How mesh dim m of a layout divides what this rank would hold without it: a reduce-scatter goes from the whole of that to the
+// pieces, an all-gather back.
+struct DividedPiece {
+  Sizes whole, piece;           // sizes, the latter of this rank's piece
+  std::vector<int64_t> numels;  // of all coordinates' pieces
+  PackedChunks all, others;     // these pieces in the whole, and without this rank's
+  std::vector<Box> own, places; // this rank's piece: its boxes in the whole, and in the piece itself
+  int64_t peers = 0;            // ranks whose piece is not empty
+  bool in_order = false;        // each piece is one run of a contiguous whole
   bool of_one_size = true;
 
   size_t weight() const {
@@ -317,32 +321,34 @@ struct ReduceScatterPart {
   }
 };
 
-ReduceScatterPart make_scattering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
-  ReduceScatterPart out;
-  const auto dim = next.placement(m).dim;
-  const auto me = next.mesh().coordinate()[m];
-  const auto whole = before.local_sizes(sizes);
-  const MeshDimSplit cutting(next, m, whole[dim]);
-  const auto runs = cutting.runs(me);
-  out.numels = cutting.numels(c10::multiply_integers(with_size(whole, dim, 1)));
+DividedPiece divide(const Layout& layout, int64_t m, IntArrayRef sizes) {
+  DividedPiece out;
+  const auto dim = layout.placement(m).dim;
+  const auto& at = layout.mesh().coordinate();
+  const MeshDimSplit cutting(layout, m, layout.extent_before(m, dim, sizes[dim], at));
+  const auto runs = cutting.runs(at[m]);
+  out.piece = layout.local_sizes(sizes);
+  out.whole = with_size(out.piece, dim, cutting.extent());
+  out.numels = cutting.numels(c10::multiply_integers(with_size(out.piece, dim, 1)));
+  out.all = cutting.parts(out.whole, dim);
+  out.others = cutting.parts(out.whole, dim, at[m]);
+  out.own = boxes_along(out.whole, dim, runs);
+  out.places = boxes_along(out.piece, dim, side_by_side(runs));
+  out.peers = std::count_if(out.numels.begin(), out.numels.end(), [](int64_t n) { return n > 0; });
+  out.in_order = cutting.in_order(out.whole, dim);
   out.of_one_size = of_one_size(out.numels);
-  out.sizes = with_size(whole, dim, length_of(runs));
-  out.places = boxes_along(out.sizes, dim, side_by_side(runs));
-  out.in_order = cutting.in_order(whole, dim);
-  out.own = boxes_along(whole, dim, runs);
-  out.all = cutting.parts(whole, dim);
-  out.others = cutting.parts(whole, dim, me);
   return out;
 }
 
-std::shared_ptr<const ReduceScatterPart> scattering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
-  return cached<ReduceScatterPart>(
-      before, next, CachedKind::ReduceScatterPart, sizes, [&] { return make_scattering(before, next, m, sizes); });
+// `before` and `next`: the layouts of the step, one of which has no cut along mesh dim m.
+std::shared_ptr<const DividedPiece> divided(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  const auto& layout = next.placement(m).is_shard() ? next : before;
+  return cached<DividedPiece>(before, next, CachedKind::DividedPiece, sizes, [&] { return divide(layout, m, sizes); });
 }
 
 // The backend reduces.
 void reduce_on_the_way(
-    StepState& s, int64_t m, const ReduceScatterPart& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
+    StepState& s, int64_t m, const DividedPiece& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
   const auto spacing = in_place || x.of_one_size ? 1 : comm::spacing(source, s.mesh(), m, comm::StagingKind::List);
   const auto in = in_place ? source : x.all.pack(source, {x.numels, spacing});
   const bool direct = x.places.size() <= 1;
@@ -386,7 +392,7 @@ void put_between(at::Tensor& flat, const at::Tensor& own, int64_t me) {
 // All ranks' summands of this rank's piece arrive and are added here, in the order of the coordinates on every rank. This
 // rank's own summand waits in `out` meanwhile, so that only data that is sent is packed.
 void reduce_on_arrival(
-    StepState& s, int64_t m, const ReduceScatterPart& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
+    StepState& s, int64_t m, const DividedPiece& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
   const auto n = s.mesh().size(m);
   const auto me = s.mesh().coordinate()[m];
   const auto numel = out.numel();
@@ -425,11 +431,11 @@ void reduce_into_pieces(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto summand = s.local;
   const bool norm = p.reduce == ReduceOp::Norm;
   const bool in_8_bits = c10::isFloat8Type(summand.scalar_type()); // the sum is rounded once
-  const auto x = scattering(*s.layout, *next, m, s.sizes);
+  const auto x = divided(*s.layout, *next, m, s.sizes);
   const auto source = norm ? norm_power(summand, p.norm_order) : in_8_bits ? summand.to(at::kFloat) : summand;
   const bool in_place = !s.later && x->in_order && source.is_contiguous(); // if sent later, it may have been written
   s.layout = next;
-  s.local = at::empty(x->sizes, source.options());
+  s.local = at::empty(x->piece, source.options());
   const bool on_the_way = comm::adds_up(s.local, s.mesh(), m, p.reduce);
   (on_the_way ? reduce_on_the_way : reduce_on_arrival)(s, m, *x, source, in_place, s.local, p.reduce);
   if (norm) {
@@ -440,51 +446,12 @@ void reduce_into_pieces(StepState& s, int64_t m, const LayoutPtr& next) {
   }
 }
 
-// This rank's side of an all-gather.
-struct AllGatherPart {
-  Sizes sizes;                 // of the result
-  std::vector<int64_t> numels; // of the pieces
-  PackedChunks all, others;    // of all coordinates' pieces in the result, and without this rank's; empty if direct
-  Pairs own;                   // this rank's piece, and its places in the result
-  int64_t peers = 0;           // ranks whose piece is not empty
-  bool direct = true;          // every piece is one contiguous run of the result
-  bool of_one_size = true;
-
-  size_t weight() const {
-    return all.weight() + others.weight() + own.from.size() + numels.size() / 16;
-  }
-};
-
-AllGatherPart make_gathering(const Layout& before, int64_t m, IntArrayRef sizes) {
-  AllGatherPart out;
-  const auto dim = before.placement(m).dim;
-  const auto& me = before.mesh().coordinate();
-  const auto extent = before.extent_before(m, dim, sizes[dim], me);
-  const auto local = before.local_sizes(sizes);
-  const MeshDimSplit cutting(before, m, extent);
-  out.sizes = with_size(local, dim, extent);
-  out.numels = cutting.numels(c10::multiply_integers(with_size(local, dim, 1)));
-  out.of_one_size = of_one_size(out.numels);
-  out.peers = std::count_if(out.numels.begin(), out.numels.end(), [](int64_t n) { return n > 0; });
-  out.direct = cutting.in_order(out.sizes, dim);
-  if (!out.direct) {
-    out.own = pairs_between(local, dim, cutting.runs(me[m]), dim, {{0, extent}});
-    out.all = cutting.parts(out.sizes, dim);
-    out.others = cutting.parts(out.sizes, dim, me[m]);
-  }
-  return out;
-}
-
-std::shared_ptr<const AllGatherPart> gathering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
-  return cached<AllGatherPart>(before, next, CachedKind::AllGatherPart, sizes, [&] { return make_gathering(before, m, sizes); });
-}
-
 void gather(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto me = s.mesh().coordinate()[m];
-  const auto x = gathering(*s.layout, *next, m, s.sizes);
-  auto whole = at::empty(x->sizes, s.local.options());
+  const auto x = divided(*s.layout, *next, m, s.sizes);
+  auto whole = at::empty(x->whole, s.local.options());
   comm::Collective all{.kind = comm::CollectiveKind::AllGather, .mesh = next->mesh_ptr(), .mesh_dim = m};
-  if (x->direct) {
+  if (x->in_order) {
     all.in = s.local;
     all.out = whole;
     all.out_sizes = x->numels;
@@ -493,16 +460,16 @@ void gather(StepState& s, int64_t m, const LayoutPtr& next) {
     // Pieces travel run after run. This rank's piece is sent without staging, unless it is not contiguous, may be written too
     // soon, or the backend gathers adjacent pieces faster.
     const bool as_one = x->of_one_size && comm::gathers_as_one(s.local, s.mesh(), m);
-    const bool stage_own = as_one || s.later || !s.local.is_contiguous() || x->own.from.size() > 1;
+    const bool stage_own = as_one || s.later || !s.local.is_contiguous() || x->places.size() > 1;
     auto numels = x->numels;
     numels[me] = stage_own ? numels[me] : 0;
     const auto spacing = as_one ? 1 : comm::spacing(s.local, s.mesh(), m, comm::StagingKind::List);
     auto flat = at::empty({kernels::length_of({numels, spacing})}, s.local.options());
     auto pieces = kernels::parts_of(flat, {numels, spacing});
     if (stage_own) {
-      kernels::pack(s.local, x->own.from, pieces[me]);
+      kernels::pack(s.local, x->places, pieces[me]);
     } else {
-      kernels::copy(s.local, x->own.from, whole, x->own.to);
+      kernels::copy(s.local, x->places, whole, x->own);
       pieces[me] = s.local;
     }
     all.in = pieces[me];
@@ -797,9 +764,8 @@ int64_t prepare_step(const Step& step, const Layout& before, const Layout& next,
   const auto m = step.mesh_dim;
   switch (step.kind) {
     case StepKind::ReduceScatter:
-      return scattering(before, next, m, sizes)->all.count();
     case StepKind::AllGather:
-      return gathering(before, next, m, sizes)->peers;
+      return divided(before, next, m, sizes)->peers;
     case StepKind::AllToAll:
       return exchange_of(before, next, m, sizes)->peers;
     case StepKind::Transfer:
