@@ -252,21 +252,6 @@ Winner best_of(const Winner& mine, const KernelRun& run, uint64_t mesh_dims, Red
   return {std::move(value), over_ranks(index, run, mesh_dims, ReduceOp::Min)};
 }
 
-void select_kernel(KernelRun& run) {
-  const ReductionInput r(run);
-  if (r.global_count() == 0) {
-    return run.call_op();
-  }
-  const auto op = r.how.extreme;
-  const auto dim = r.dims[0];
-  auto local = best_along(r.x, dim, op);
-  if (r.count() != 0) {
-    local.index.add_(at::Scalar(mine(run, 0, dim).start));
-  }
-  const auto best = best_of(local, run, r.mesh_dims, op);
-  give(run, {squeeze_dims(best.value, r.dims, r.how.keepdim), squeeze_dims(best.index, r.dims, r.how.keepdim)});
-}
-
 // Converts local flat indices to global ones.
 at::Tensor to_global(const at::Tensor& flat, const ReductionInput& r, const KernelRun& run) {
   auto rest = flat;
@@ -281,7 +266,8 @@ at::Tensor to_global(const at::Tensor& flat, const ReductionInput& r, const Kern
   return out;
 }
 
-void arg_kernel(KernelRun& run) {
+// The index of the extreme value along a dim, or (`flat`) of all; before it the value, if the op returns it.
+void best_kernel(KernelRun& run) {
   const ReductionInput r(run);
   if (r.global_count() == 0) {
     return run.call_op();
@@ -294,14 +280,18 @@ void arg_kernel(KernelRun& run) {
   } else if (r.count() != 0) {
     local.index.add_(at::Scalar(mine(run, 0, r.dims[0]).start));
   }
-  const auto index = best_of(local, run, r.mesh_dims, op).index;
-  give(run, {flat ? index.reshape_symint(r.result_sizes()) : squeeze_dims(index, r.dims, r.how.keepdim)});
+  const auto best = best_of(local, run, r.mesh_dims, op);
+  const auto shaped = [&](const at::Tensor& t) {
+    return flat ? t.reshape_symint(r.result_sizes()) : squeeze_dims(t, r.dims, r.how.keepdim);
+  };
+  const bool with_value = run.op.schema().returns().size() == 2;
+  give(run, with_value ? std::vector{shaped(best.value), shaped(best.index)} : std::vector{shaped(best.index)});
 }
 
-template <ReduceOp op, Kernel kernel>
-Rule select(const Call& call) {
+template <ReduceOp op>
+Rule best(const Call& call) {
   auto rule = reduce(call, {.kernel = true});
-  rule.kernel = kernel;
+  rule.kernel = best_kernel;
   kernel_data<ReductionSpec>(rule).extreme = op;
   kernel_data<ReductionSpec>(rule).flat = !call.has(argument(call, "dim"));
   return rule;
@@ -513,8 +503,8 @@ void register_reductions(Registry& r) {
   r.add(family, {"amin", "amin.out", "min", "min.unary_out"}, extreme_of<ReduceOp::Min>, ordered);
   r.add(family, {"_aminmax", "_aminmax.dim", "_aminmax.dim_out", "_aminmax.out", "aminmax", "aminmax.out"}, aminmax, ordered);
   r.add(family, {"any", "any.all_out", "any.dim", "any.dims", "any.dims_out", "any.out"}, truth<ReduceOp::Max>);
-  r.add(family, {"argmax", "argmax.out"}, select<ReduceOp::Max, arg_kernel>, ordered);
-  r.add(family, {"argmin", "argmin.out"}, select<ReduceOp::Min, arg_kernel>, ordered);
+  r.add(family, {"argmax", "argmax.out"}, best<ReduceOp::Max>, ordered);
+  r.add(family, {"argmin", "argmin.out"}, best<ReduceOp::Min>, ordered);
   r.add(
       family,
       {"count_nonzero", "count_nonzero.dim_IntList", "count_nonzero.dim_IntList_out", "count_nonzero.out", "nansum",
@@ -535,10 +525,10 @@ void register_reductions(Registry& r) {
       norm, numbers);
   r.add(family, {"linalg__powsum", "linalg__powsum.out"}, power_sum, numbers);
   r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp, {.symbols = true});
-  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max, select_kernel>, ordered);
+  r.add(family, {"max.dim", "max.dim_max"}, best<ReduceOp::Max>, ordered);
   r.add(family, {"mean", "mean.dtype_out"}, mean, {.autograd = formulas::mean, .symbols = true});
   r.add(family, {"mean.dim", "mean.out"}, mean, {.autograd = formulas::mean_dim, .symbols = true});
-  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min, select_kernel>, ordered);
+  r.add(family, {"min.dim", "min.dim_min"}, best<ReduceOp::Min>, ordered);
   r.add(family, {"nanquantile"}, kAsOtherOps, {.autograd = formulas::nanquantile});
   r.add(family, {"nanquantile.scalar"}, kAsOtherOps, {.autograd = formulas::nanquantile_number});
   r.add(family, {"prod", "prod.out"}, prod, {.autograd = formulas::prod});

@@ -319,12 +319,13 @@ at::Tensor tensor_of(const KernelRun& run, const char* name) {
   return found.defined() && has_symbols(found) ? in_numbers(found) : found;
 }
 
-// Whether other ranks have pieces of the same sequences.
-bool has_peers(const KernelRun& run) {
+// The mesh dims (bits) along which ranks have other pieces of the same sequences.
+uint64_t mesh_dims_of_ring(const KernelRun& run) {
   const auto &of_q = *operand_of(run, "query").layout, &of_k = *operand_of(run, "key").layout;
-  bool out = false;
+  uint64_t out = 0;
   for (int64_t m = 0; m < of_q.ndim(); ++m) {
-    out |= of_q.mesh().size(m) > 1 && of_q.placement(m).is_shard(kSequence) && of_k.placement(m).is_shard(kSequence);
+    const bool both = of_q.placement(m).is_shard(kSequence) && of_k.placement(m).is_shard(kSequence);
+    out |= uint64_t{both && of_q.mesh().size(m) > 1} << m;
   }
   return out;
 }
@@ -365,11 +366,7 @@ class Ring {
         cudnn_(run.op.schema().name().find("cudnn") != std::string::npos) {
     const auto &of_q = operand_of(run, "query"), &of_k = operand_of(run, "key");
     const auto& mesh = run.mesh();
-    uint64_t around = 0;
-    for (int64_t m = 0; m < mesh.ndim(); ++m) {
-      const bool both = of_k.layout->placement(m).is_shard(kSequence) && of_q.layout->placement(m).is_shard(kSequence);
-      around |= static_cast<uint64_t>(both) << m;
-    }
+    const auto around = mesh_dims_of_ring(run);
     for (int64_t i = 0; i < mesh.size(); ++i) {
       const auto at = mesh.coordinate_at(i);
       bool together = true;
@@ -811,7 +808,7 @@ void run_pass(KernelRun& run) {
   if (!operand_of(run, "query").layout->shards(kSequence)) {
     return call_op_nonempty(run);
   }
-  if (has_peers(run) && is_traced(tensor_in_symbols(run, "query"))) {
+  if (mesh_dims_of_ring(run) && is_traced(tensor_in_symbols(run, "query"))) {
     return Pass::defer_call(run); // single messages are no ops of a graph
   }
   const Ring ring(run);
