@@ -11,4 +11,10 @@ namespace shardtensor::rules {
 // has only the batch of the first operand A result that lacks a cut dim does not depend on that dim. (It is not a sum over it.)
 Rule batched(const Call& call, const char* text);
 
+// The same as a rule function, linear in each of these operands alone.
+template <Text text, int... operands>
+Rule batch(const Call& call) {
+  return linear(batched(call, text.chars), {operands...});
+}
+
 } // namespace shardtensor::rules

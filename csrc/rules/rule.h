@@ -467,6 +467,15 @@ using RuleFn = Rule (*)(const Call&);
 // "ik,kj->ij": each letter is a factor; a factor that no result has is summed over. Linear in each operand alone.
 Rule notation(const char* text);
 
+// A literal as a template argument, for rule functions that differ by a text alone.
+template <size_t n>
+struct Text {
+  constexpr Text(const char (&text)[n]) { // NOLINT: the literal is the text
+    std::copy_n(text, n, chars);
+  }
+  char chars[n]{};
+};
+
 // n dims, each with a factor of its own, like `f`.
 Dims fresh_dims(Rule& rule, int64_t n, const Factor& f = {});
 // The same, but dim `dim` has a factor like `along`; or stays whole.

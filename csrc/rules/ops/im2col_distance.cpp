@@ -268,12 +268,9 @@ void register_im2col_distance(Registry& r) {
   r.add("patches", {"col2im"}, col2im, patches);
   r.add("patches", {"im2col"}, im2col, patches);
 
-  r.add(
-      "distances", {"_cdist_backward"}, [](const Call& c) { return linear(batched(c, "*R.,*R.,*..,*R.->*R."), {0}); }, distances);
-  r.add(
-      "distances", {"_cdist_forward"}, [](const Call& c) { return batched(c, "*R.,*C.->*RC"); }, distances);
-  r.add(
-      "distances", {"_pdist_backward"}, [](const Call& c) { return linear(batched(c, ".,.K,.->.K"), {0}); }, distances);
+  r.add("distances", {"_cdist_backward"}, batch<"*R.,*R.,*..,*R.->*R.", 0>, distances);
+  r.add("distances", {"_cdist_forward"}, batch<"*R.,*C.->*RC">, distances);
+  r.add("distances", {"_pdist_backward"}, batch<".,.K,.->.K", 0>, distances);
   r.add("distances", {"_pdist_forward"}, pdist, real);
 
   r.add("various", {"_trilinear"}, trilinear, products);

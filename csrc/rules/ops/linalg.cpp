@@ -131,52 +131,41 @@ void register_linalg(Registry& r) {
   // Their gradient formulas, or the ops themselves, write into plain tensors.
   Options local{.autograd = formulas::on_pieces, .takes = o.takes, .asks_order = true};
   const auto add = [&](const char* name, RuleFn rule) { r.add(family, {name}, rule, o); };
-  r.add(family, {"_linalg_check_errors"}, [](const Call& c) { return batched(c, "*->"); });
-  r.add(
-      family, {"_linalg_det"}, [](const Call& c) { return batched(c, "*..->*,*..,*."); }, factored);
+  r.add(family, {"_linalg_check_errors"}, batch<"*->">);
+  r.add(family, {"_linalg_det"}, batch<"*..->*,*..,*.">, factored);
   add("_linalg_eigh", eigh);
-  add("_linalg_eigvals", [](const Call& c) { return batched(c, "*..->*."); });
-  r.add(
-      family, {"_linalg_slogdet"}, [](const Call& c) { return batched(c, "*..->*,*,*..,*."); }, factored);
+  add("_linalg_eigvals", batch<"*..->*.">);
+  r.add(family, {"_linalg_slogdet"}, batch<"*..->*,*,*..,*.">, factored);
   r.add(family, {"_linalg_solve_ex"}, solve, solving);
   add("_linalg_svd", svd);
-  add("cholesky_inverse", [](const Call& c) { return batched(c, "*..->*.."); });
-  r.add(
-      family, {"cholesky_solve"}, [](const Call& c) { return linear(batched(c, "*.K,*..->*.K"), {0}); }, same);
-  add("geqrf", [](const Call& c) { return batched(c, "*..->*..,*."); });
-  add("linalg_cholesky_ex", [](const Call& c) { return batched(c, "*..->*..,*"); });
+  add("cholesky_inverse", batch<"*..->*..">);
+  r.add(family, {"cholesky_solve"}, batch<"*.K,*..->*.K", 0>, same);
+  add("geqrf", batch<"*..->*..,*.">);
+  add("linalg_cholesky_ex", batch<"*..->*..,*">);
   r.add(family, {"linalg_cross"}, cross, any);
   add("linalg_eig", [](const Call& c) { return by_columns(c, batched(c, "*..->*.,*.."), 1); });
-  add("linalg_inv_ex", [](const Call& c) { return batched(c, "*..->*..,*"); });
-  add("linalg_ldl_factor_ex", [](const Call& c) { return batched(c, "*..->*..,*.,*"); });
-  r.add(
-      family, {"linalg_ldl_solve"}, [](const Call& c) { return linear(batched(c, "*..,*.,*.K->*.K"), {2}); }, with_pivots);
+  add("linalg_inv_ex", batch<"*..->*..,*">);
+  add("linalg_ldl_factor_ex", batch<"*..->*..,*.,*">);
+  r.add(family, {"linalg_ldl_solve"}, batch<"*..,*.,*.K->*.K", 2>, with_pivots);
   r.add(family, {"linalg_lstsq"}, lstsq, same);
   add("linalg_lu", lu);
-  add("linalg_lu_factor_ex", [](const Call& c) { return batched(c, "*..->*..,*.,*"); });
+  add("linalg_lu_factor_ex", batch<"*..->*..,*.,*">);
   r.add(family, {"linalg_lu_solve"}, lu_solve, with_pivots);
-  r.add(
-      family, {"linalg_matrix_exp"}, [](const Call& c) { return batched(c, "*..->*.."); }, local);
-  r.add(
-      family, {"linalg_matrix_rank", "linalg_matrix_rank.atol_rtol_float"}, [](const Call& c) { return batched(c, "*..->*"); },
-      local);
-  r.add(
-      family, {"linalg_matrix_rank.atol_rtol_tensor"}, [](const Call& c) { return batched(c, "*..,*,*->*"); }, local);
-  r.add(
-      family, {"linalg_matrix_rank.tol_tensor"}, [](const Call& c) { return batched(c, "*..,*->*"); }, local);
-  add("linalg_matrix_sqrth", [](const Call& c) { return batched(c, "*..->*.."); });
+  r.add(family, {"linalg_matrix_exp"}, batch<"*..->*..">, local);
+  r.add(family, {"linalg_matrix_rank", "linalg_matrix_rank.atol_rtol_float"}, batch<"*..->*">, local);
+  r.add(family, {"linalg_matrix_rank.atol_rtol_tensor"}, batch<"*..,*,*->*">, local);
+  r.add(family, {"linalg_matrix_rank.tol_tensor"}, batch<"*..,*->*">, local);
+  add("linalg_matrix_sqrth", batch<"*..->*..">);
   r.add(family, {"linalg_pinv.atol_rtol_tensor"}, kAsOtherOps);
-  add("linalg_polar", [](const Call& c) { return batched(c, "*..->*..,*.."); });
+  add("linalg_polar", batch<"*..->*..,*..">);
   add("linalg_qr", qr);
   add("linalg_solve_triangular", solve_triangular);
   r.add(family, {"lu_unpack"}, lu_unpack, any);
   local.one_dtype = 0b11;
-  r.add(
-      family, {"linalg_householder_product"}, [](const Call& c) { return batched(c, "*..,*.->*.."); }, local);
+  r.add(family, {"linalg_householder_product"}, batch<"*..,*.->*..">, local);
   local.one_dtype = 0b111;
   r.add(family, {"ormqr"}, ormqr, local);
-  r.add(
-      family, {"triangular_solve"}, [](const Call& c) { return batched(c, "*.K,*..->*.K,*.."); }, same);
+  r.add(family, {"triangular_solve"}, batch<"*.K,*..->*.K,*..">, same);
 }
 
 } // namespace shardtensor::rules

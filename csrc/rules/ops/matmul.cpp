@@ -33,18 +33,18 @@ bool is_wide(const Call& call, const Rule& rule, int64_t factor) {
   return false;
 }
 
-template <const char* text>
+template <Text text>
 Rule product(const Call& call) {
-  auto rule = notation(text);
+  auto rule = notation(text.chars);
   add_summing_out(call, rule);
   return rule;
 }
 
 // beta * self + alpha * product. self counts only once, so it holds summands if a contracted factor is sharded. Linear in self
 // together with either operand of the product.
-template <const char* text>
+template <Text text>
 Rule plus_product(const Call& call) {
-  auto rule = notation(text);
+  auto rule = notation(text.chars);
   rule.operands.insert(rule.operands.begin(), Operand());
   Broadcast out(rule.results[0].dims);
   std::transform(out.dims.begin(), out.dims.end(), out.wide.begin(), [&](const Dim& d) { return is_wide(call, rule, d.factor); });
@@ -57,13 +57,6 @@ Rule plus_product(const Call& call) {
   return rule;
 }
 
-constexpr char kMm[] = "ik,kj->ij";
-constexpr char kBmm[] = "bik,bkj->bij";
-constexpr char kMv[] = "ik,k->i";
-constexpr char kDot[] = "k,k->";
-constexpr char kOuter[] = "i,j->ij";
-constexpr char kAddbmm[] = "bik,bkj->ij";
-
 // torch's addmv returns the shape of a broadcast self if the contracted dim is empty; a piece may be empty.
 void addmv_kernel(KernelRun& run) {
   run.arg(0) = run.arg(0).toTensor().expand({run.arg(1).toTensor().size(0)});
@@ -71,7 +64,7 @@ void addmv_kernel(KernelRun& run) {
 }
 
 Rule addmv(const Call& call) {
-  auto rule = plus_product<kMv>(call);
+  auto rule = plus_product<"ik,k->i">(call);
   rule.kernel = addmv_kernel;
   rule.always_kernel = call.tensors[0].dim() == 0 || call.tensors[0].is_one(0);
   return rule;
@@ -79,7 +72,7 @@ Rule addmv(const Call& call) {
 
 // gelu or relu needs the whole sum, so there are no summands.
 Rule addmm_activation(const Call& call) {
-  auto rule = plus_product<kMm>(call);
+  auto rule = plus_product<"ik,kj->ij">(call);
   for (auto& f : rule.factors) {
     f.whole = f.reduce.has_value();
   }
@@ -255,24 +248,24 @@ void register_matmul(Registry& r) {
   linears.autograd = formulas::linear;
   products.autograd = formulas::matmul;
   r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, same);
-  r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<kAddbmm>, same);
-  r.add("matmul", {"addmm", "addmm.out", "addmm_"}, plus_product<kMm>, same);
-  r.add("matmul", {"addmm.dtype", "addmm.dtype_out"}, plus_product<kMm>, any);
+  r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<"bik,bkj->ij">, same);
+  r.add("matmul", {"addmm", "addmm.out", "addmm_"}, plus_product<"ik,kj->ij">, same);
+  r.add("matmul", {"addmm.dtype", "addmm.dtype_out"}, plus_product<"ik,kj->ij">, any);
   r.add("matmul", {"addmv", "addmv.out", "addmv_"}, addmv, same);
-  r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<kOuter>);
-  r.add("matmul", {"baddbmm", "baddbmm.out", "baddbmm_"}, plus_product<kBmm>, same);
-  r.add("matmul", {"baddbmm.dtype", "baddbmm.dtype_out"}, plus_product<kBmm>, any);
-  r.add("matmul", {"bmm", "bmm.out"}, product<kBmm>, same);
-  r.add("matmul", {"bmm.dtype", "bmm.dtype_out"}, product<kBmm>, any);
-  r.add("matmul", {"dot", "dot.out", "vdot", "vdot.out"}, product<kDot>, same);
+  r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<"i,j->ij">);
+  r.add("matmul", {"baddbmm", "baddbmm.out", "baddbmm_"}, plus_product<"bik,bkj->bij">, same);
+  r.add("matmul", {"baddbmm.dtype", "baddbmm.dtype_out"}, plus_product<"bik,bkj->bij">, any);
+  r.add("matmul", {"bmm", "bmm.out"}, product<"bik,bkj->bij">, same);
+  r.add("matmul", {"bmm.dtype", "bmm.dtype_out"}, product<"bik,bkj->bij">, any);
+  r.add("matmul", {"dot", "dot.out", "vdot", "vdot.out"}, product<"k,k->">, same);
   r.add("matmul", {"einsum"}, kAsOtherOps, {.autograd = formulas::einsum});
   r.add("matmul", {"linear"}, linear, linears);
   r.add("matmul", {"linear_backward"}, linear_backward, any);
   r.add("matmul", {"matmul", "matmul.out"}, matmul, products);
   r.add("matmul", {"matmul_backward"}, matmul_backward, any);
-  r.add("matmul", {"mm", "mm.out"}, product<kMm>, same);
-  r.add("matmul", {"mm.dtype", "mm.dtype_out"}, product<kMm>, any);
-  r.add("matmul", {"mv", "mv.out"}, product<kMv>, same);
+  r.add("matmul", {"mm", "mm.out"}, product<"ik,kj->ij">, same);
+  r.add("matmul", {"mm.dtype", "mm.dtype_out"}, product<"ik,kj->ij">, any);
+  r.add("matmul", {"mv", "mv.out"}, product<"ik,k->i">, same);
 }
 
 } // namespace shardtensor::rules
