@@ -1,6 +1,6 @@
-// Four threads make, share, use and drop the same layouts, meshes, kept plans and cached solutions. Run under ThreadSanitizer
-// (CMakeLists.txt); it ends with an error if that finds a race, or if a value is wrong. With the argument "race" it makes a race
-// of its own, which shows that races are found.
+// Four threads make, share, use and drop the same layouts, meshes, kept plans and cached solutions. Run under a sanitizer
+// (CMakeLists.txt); it ends with an error if that finds a fault, or if a value is wrong. With the argument "race" or "overrun" it
+// makes such a fault of its own, which shows that they are found.
 #include "dispatch/cache.h"
 #include "layout/layout.h"
 #include "redistribute/plan_cache.h"
@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -123,11 +124,18 @@ int race() {
   return unguarded;
 }
 
+int overrun() {
+  const auto numbers = std::make_unique<int[]>(1);
+  const volatile size_t past = 1;
+  return numbers[past];
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 1 && std::strcmp(argv[1], "race") == 0) {
-    return race() == 2 ? 0 : 1;
+  if (argc > 1) {
+    std::printf("%d\n", std::strcmp(argv[1], "race") == 0 ? race() : overrun());
+    return 0;
   }
   std::atomic<int> failed{0};
   {
