@@ -69,8 +69,8 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
   }
   for (const auto& value : returns) {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        value.type()->annotation_str().find("Tensor") != std::string::npos, op.name, ": rank ", mesh.rank(), " is not in ",
-        mesh.str(), ", so it has no value to return; call this only on that mesh's ranks");
+        kind_of(*value.type()) != ArgKind::Other, op.name, ": rank ", mesh.rank(), " is not in ", mesh.str(),
+        ", so it has no value to return; call this only on that mesh's ranks");
   }
   auto made = results_aside(op, stack, base, refs, mesh);
   const ShardTensorImpl* view_of = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;

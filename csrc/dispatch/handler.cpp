@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <deque>
 #include <mutex>
 #include <unordered_map>
@@ -59,7 +60,7 @@ struct DeregistrationListener final : c10::OpRegistrationListener {
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
     auto& late = late_ops();
     std::lock_guard<std::mutex> lock(late.mutex);
-    late.known.erase(c10::toString(op.operator_name()));
+    late.known.erase(text_of(op.operator_name()));
   }
 };
 
@@ -69,7 +70,7 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
   {
     auto& late = late_ops();
     std::lock_guard<std::mutex> lock(late.mutex);
-    auto name = c10::toString(handle_.operator_name());
+    auto name = text_of(handle_.operator_name());
     auto it = late.known.find(name);
     if (it == late.known.end()) {
       refuse_collective(name);
@@ -101,12 +102,8 @@ void refuse_sparse(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*) {
 }
 
 bool takes_tensors(const c10::FunctionSchema& schema) {
-  for (const auto& a : schema.arguments()) {
-    if (a.type()->annotation_str().find("Tensor") != std::string::npos) {
-      return true;
-    }
-  }
-  return false;
+  const auto& arguments = schema.arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const auto& a) { return kind_of(*a.type()) != ArgKind::Other; });
 }
 
 } // namespace
@@ -121,7 +118,7 @@ void settle_op(const std::string& name, const std::string& overload) {
   const auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
   auto& taken = fallback_kernels();
   std::lock_guard<std::mutex> lock(taken.mutex);
-  const auto found = taken.known.find(c10::toString(whole));
+  const auto found = taken.known.find(text_of(whole));
   const bool held = found != taken.known.end();
   const bool wanted = op && takes_tensors(op->schema()) && has(c10::DispatchKey::CompositeExplicitAutograd) &&
                       !has(c10::DispatchKey::CompositeImplicitAutograd);
@@ -129,7 +126,7 @@ void settle_op(const std::string& name, const std::string& overload) {
     taken.known.erase(found);
   } else if (!held && wanted && !has(kKey)) {
     taken.known.emplace(
-        c10::toString(whole),
+        text_of(whole),
         dispatcher.registerImpl(
             whole, kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr, "shardtensor"));
   }
@@ -160,7 +157,7 @@ int64_t install_handler() {
     if (!handle_ || !handle_->hasSchema() || !takes_tensors(handle_->schema())) {
       continue;
     }
-    const auto* entry = entry_of(c10::toString(name));
+    const auto* entry = entry_of(text_of(name));
     const auto has = [&](c10::DispatchKey key) { return handle_->hasKernelForDispatchKey(key); };
     const bool has_formula = entry && (entry->options.autograd || (entry->rule && has(c10::DispatchKey::Autograd)));
     if (has(c10::DispatchKey::CompositeImplicitAutograd) && !has_formula) {

@@ -21,16 +21,28 @@ const rules::Entry* entry_of(const std::string& name) {
   return rules::registry().find(name.rfind("aten::", 0) == 0 ? name.substr(6) : name);
 }
 
+std::string text_of(const c10::OperatorName& name) {
+  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+}
+
+ArgKind kind_of(const c10::Type& type) {
+  if (type.kind() == c10::TypeKind::TensorType) {
+    return ArgKind::Tensor;
+  }
+  for (const auto& inner : type.containedTypes()) {
+    if (const auto kind = kind_of(*inner); kind != ArgKind::Other) {
+      return type.kind() == c10::TypeKind::ListType ? ArgKind::TensorList : kind;
+    }
+  }
+  return ArgKind::Other;
+}
+
 Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())) {
   const auto& schema_ = handle.schema();
-  name = c10::toString(handle.operator_name());
+  name = text_of(handle.operator_name());
   const auto& arguments = schema_.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const auto type = arguments[i].type()->annotation_str();
-    kinds.push_back(
-        type.find("Tensor") == std::string::npos ? ArgKind::Other
-        : type.find("List") == std::string::npos ? ArgKind::Tensor
-                                                 : ArgKind::TensorList);
+    kinds.push_back(kind_of(*arguments[i].type()));
     if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) {
       mutated |= uint64_t{1} << i;
       // aten ops write such arguments without reading them; other libraries' ops may do both.

@@ -14,6 +14,11 @@
 namespace shardtensor {
 
 enum class ArgKind : uint8_t { Other, Tensor, TensorList };
+// What a value of the type holds: Tensor also for an optional one, TensorList for a list of any of these.
+ArgKind kind_of(const c10::Type& type);
+
+// "aten::add.Tensor": what c10::toString() gives, without its stream, which is slow for two thousand ops.
+std::string text_of(const c10::OperatorName& name);
 
 struct Op {
   explicit Op(c10::OperatorHandle handle);

@@ -99,7 +99,7 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
     }
     return all;
   }();
-  const auto found = known->find(c10::toString(op.operator_name()));
+  const auto found = known->find(text_of(op.operator_name()));
   return found == known->end() ? nullptr : found->second;
 }
 

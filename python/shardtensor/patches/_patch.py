@@ -6,9 +6,8 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +16,7 @@ from shardtensor._late import when_imported
 _TORCH = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """A change of one attribute of torch (or of Python).
 
     It is made when shardtensor is first used and the module has been imported, whichever comes later; with `at_import`, when
