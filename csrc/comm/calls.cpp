@@ -35,7 +35,8 @@ constexpr auto kGather = &c10d::ProcessGroup::all_gather_single;
 constexpr auto kReduce = &c10d::ProcessGroup::reduce_scatter_single;
 #endif
 
-// A collective as it calls the process group: told to listeners and counted. The profiler's range lasts as long as this.
+// The call of a process group for one collective. The constructor tells observers and counts. The profiler's range lasts as long
+// as the object.
 struct GroupCall {
   // `bytes`: what this rank contributes. Looks the group up by name each time: this finds a group that was destroyed and made
   // again under its name, and keeps no group alive.
@@ -83,8 +84,8 @@ struct GroupCall {
   const Range range_;
 };
 
-// Messages between two ranks of a group: parts of buffers of bytes. Empty ones are not sent. If the backend has batches, they are
-// only recorded, to be made as one by start().
+// Messages between this rank and other ranks of a group: parts of buffers of bytes. Empty ones are not sent. If the backend has
+// batches, messages are only recorded, and start() sends all of them as one.
 class MessageBatch {
  public:
   explicit MessageBatch(const GroupCall& call, int tag = kTag) : call_(call), tag_(tag) {}
@@ -146,7 +147,7 @@ std::vector<int64_t> group_ranks(const Mesh& mesh, int64_t mesh_dim) {
   return out;
 }
 
-// What is listed by coordinate, by rank in the group.
+// A list in the order of the coordinates, put into the order of the group's ranks.
 template <typename T>
 std::vector<T> in_group_order(const std::vector<T>& by_coordinate, const Mesh& mesh, int64_t mesh_dim) {
   std::vector<T> out(by_coordinate.size());
@@ -232,7 +233,7 @@ InFlight gather(const Collective& c) {
 
 // ---- reductions ----
 
-// What backends call an op, and how two summands are combined without them.
+// A reduction as backends name it, and as a function that combines two summands without a backend.
 struct Reduction {
   c10d::ReduceOp::RedOpType name;
   void (*combine)(at::Tensor& into, const at::Tensor& piece);
@@ -527,7 +528,7 @@ void scatter_now(const Collective& c) {
   call.rules.sends ? scatter_by_sends(call, c) : scatter_by_exchange(call, c, sent);
 }
 
-// A call as a whole. A rank that fails before it has begun leaves it out.
+// Makes a collective and waits for its end. A rank that fails before the collective has begun skips it.
 InFlight to_the_end(const Collective& c, void (*run)(const Collective&)) {
   const auto before = begun();
   with_error_context(

@@ -65,7 +65,7 @@ InFlight started(
 // For a collective that shares one call with others: next() waits for that call. `used`: the tensors that it writes.
 InFlight share(const CollectiveCall& where, std::function<void()> next, const std::vector<at::Tensor>& used);
 
-// Whether the tensor's stream captures a graph, as far as torch tells: before 2.12 any stream might.
+// Whether the tensor's stream is capturing a CUDA graph. Before torch 2.12 this cannot be asked: true for all tensors on CUDA.
 bool may_be_capturing(const at::Tensor& t);
 
 // Waits until all dropped work has ended, but at most two seconds: call it before process groups are destroyed. It raises no

@@ -1,4 +1,4 @@
-// The one collective that several become which were noted together.
+// Makes one collective of several that were queued together.
 #include "comm/bytes.h"
 #include "comm/coalescing.h"
 #include "comm/comm.h"
@@ -65,7 +65,7 @@ class PackedBuffer {
   int64_t start_, total_ = 0;
 };
 
-// The ranks that any of them names, in ascending order; without peers, all coordinates.
+// The peers of any of the collectives, in ascending order; if they have none, all coordinates.
 std::vector<int64_t> peers_of(const Collectives& all) {
   std::vector<int64_t> out;
   for (const auto& c : all) {
@@ -76,7 +76,8 @@ std::vector<int64_t> peers_of(const Collectives& all) {
   return out;
 }
 
-// The parts of all for (or from) one peer, then those for the next. `peer_sizes` becomes the length of each peer's, in bytes.
+// Orders the collectives' parts by peer: all parts for (or from) the first peer, then those of the next one. Sets `peer_sizes` to
+// the bytes per peer.
 PackedBuffer by_peer(
     const Collectives& all,
     at::Tensor Collective::*buffer,
@@ -107,7 +108,7 @@ PackedBuffer by_peer(
   return out;
 }
 
-// The buffers of all, one after the other; without gaps, which would be reduced too.
+// The output buffers of the collectives, one after the other. There are no gaps, since they would be reduced too.
 PackedBuffer outputs_of(const Collectives& all) {
   PackedBuffer out(1);
   for (const auto& c : all) {

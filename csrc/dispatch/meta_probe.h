@@ -16,12 +16,11 @@ torch::jit::Stack results_aside(const Op& op, const torch::jit::Stack& stack, si
 // For rare dtypes: raises if the op's kernel does not take the dtype.
 void ask_kernel(const Op& op, const torch::jit::Stack& stack, size_t base, const rules::Call& call, const Refs& refs);
 
-// Results with the strides that torch gives them: of the op on a few elements, if it behaves the same on few as on many, or
-// tensors without values. Nothing if torch cannot tell.
+// Results with the strides that torch would give them: from the op on a few elements, if it lays out few like many, otherwise
+// from its meta kernel. Nothing if both fail.
 std::optional<torch::jit::Stack> laid_out(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
-// The order of the dims of such a result. A dim of size 1 has its own stride too, where torch has placed it (the channels of
-// channels_last).
+// The order of the dims of such a result. Dims of size 1 keep the place that torch gave them (the channels of channels_last).
 DimOrder order_with_ones(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 
 // Whether dims have one stride, as those of windows that overlap do: torch then orders them by their sizes.

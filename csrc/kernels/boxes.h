@@ -15,8 +15,8 @@ inline at::Tensor resolved(const at::Tensor& t) {
 // Boxes are in the indices of the given tensor. Any strides work; a source may be expanded, a target may not. If dtypes differ,
 // values are cast. One launch on the current stream, without synchronization; also in a CUDA graph.
 
-// In a flat buffer, the boxes of each part start at a multiple of `elements`; `parts` has the numbers of elements. Without
-// parts there are no gaps. Not in a graph.
+// In a flat buffer, the boxes of each part start at a multiple of `elements`; `parts`: the elements of each part. Without parts
+// there are no gaps. Not in a graph.
 struct Spacing {
   c10::IntArrayRef parts = {};
   int64_t elements = 1;

@@ -1,4 +1,4 @@
-// Messages between any ranks: room for them, and the boxes that they hold.
+// Messages between any ranks: allocates their buffers and packs boxes into them.
 #pragma once
 
 #include "comm/comm.h"
@@ -6,7 +6,8 @@
 
 namespace shardtensor {
 
-// For comm::start(), once `in` is packed. `like` has the dtype and the device. `sent`, `received`: elements, by peer.
+// A collective for comm::start(), with allocated buffers; pack() fills `in`. `like` has the dtype and the device. `sent`,
+// `received`: elements, by peer.
 comm::Collective messages(
     const at::Tensor& like,
     c10::IntArrayRef peers,

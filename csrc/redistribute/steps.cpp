@@ -33,7 +33,7 @@ class ElementCounts {
   ElementCounts() = default;
   // No elements, until add().
   explicit ElementCounts(int64_t n) : n_(n) {}
-  // `each` for every index of a piece, of pieces of length `full` up to the end of `extent`.
+  // Even pieces: `each` elements per index; pieces have `full` indices up to the end of `extent`.
   ElementCounts(int64_t n, int64_t each, int64_t full, int64_t extent) : n_(n), each_(each), full_(full), extent_(extent) {}
   // The same for the lengths that a cut lists from `row` on.
   ElementCounts(int64_t n, int64_t each, Cut cut, int64_t row) : n_(n), each_(each), cut_(std::move(cut)), row_(row) {}
@@ -386,7 +386,8 @@ void reduce_on_the_way(
   complete(s, std::move(reduced), finish, {flat, out});
 }
 
-// `flat` has room for one buffer and then others: moves `own` between them, to place `me`.
+// `flat` begins with an empty place, followed by the other ranks' buffers in order. Moves the first `me` of these down by one
+// place, and copies `own` behind them.
 void put_between(at::Tensor& flat, const at::Tensor& own, int64_t me) {
   const auto numel = own.numel();
   if (numel == 0) {

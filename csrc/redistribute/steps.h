@@ -7,7 +7,7 @@
 
 namespace shardtensor {
 
-// A piece on its way.
+// A piece between two steps of its move, and the layout that it is in.
 struct StepState : PendingPiece {
   LayoutPtr layout;
   c10::IntArrayRef sizes; // global
@@ -29,7 +29,7 @@ uint64_t communicating_dims(c10::ArrayRef<Step> steps);
 inline uint64_t nothing_due() {
   return 0;
 }
-// Errors name the step. due(): the mesh dims along which a collective would still have begun.
+// Runs one step; its errors name the step. due(): the mesh dims (bits) along which collectives are still due if it fails.
 template <typename F, typename Due>
 void in_step(const Layout& from, const Layout& to, const Step& step, const F& run, const Due& due) {
   const auto text = [&] {

@@ -10,7 +10,8 @@ namespace shardtensor::rules {
 
 namespace {
 
-// Of results `of` along one dim: the first element that each reads, and its weights, one column per element of a run.
+// For the n results `of` along one dim: the first element that each one reads, and the weights of the `taps` elements from there
+// on.
 struct Band {
   at::Tensor first;   // [n], indices of the whole
   at::Tensor weights; // [n, taps]

@@ -8,7 +8,7 @@
 
 namespace shardtensor::rules {
 
-// Noted by rules whose space is cut. The windows' reaches say what a result reads of the input.
+// The kernel data of rules whose space is cut. The windows' reaches say what a result reads of the input.
 struct SeparableFilter : Windows {
   // Calls the forward op on `input`, with results of the sizes `out` along the dims of space; along dim `along` the positions
   // are those of the call.

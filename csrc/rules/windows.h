@@ -137,7 +137,7 @@ bool run_windowed(
 // Writes integer i of an argument that lists one per dim of space, or one for all. Does nothing if the op has no such argument.
 void set_along(const KernelRun& run, const Windows& windows, const char* name, int64_t i, int64_t value);
 
-// This rank's sizes of a result all of whose global sizes the rule gives.
+// This rank's sizes of a result; the rule must give all of its global sizes.
 SymSizes sizes_of_piece(const KernelRun& run, size_t nth = 0);
 
 // The results of the op itself on its arguments, which stay on the stack.

@@ -48,7 +48,7 @@ at::Tensor none_along(const at::Tensor& x, int64_t dim, int64_t host);
 // all. But if a stride is 0, the copy is dense.
 struct CopyForm {
   SymSizes strides;
-  bool dense = false;   // as results are that torch makes
+  bool dense = false;   // like results that torch makes itself
   bool shared = false;  // elements may share memory
   bool repeats = false; // self has a stride of 0
 };
