@@ -1,5 +1,6 @@
-// Autograd for three kinds of ops: ops that torch would decompose, with a rule or otherwise than torch; ops whose torch formula
-// lacks an argument that we need (embedding, mean); and ops whose formula asks what the kernel has found (det).
+// Autograd for three kinds of ops: ops that torch would decompose, but that have a rule or are decomposed in another way here;
+// ops whose torch formula lacks an argument that we need (embedding, mean); and ops whose formula asks what the kernel has found
+// (det).
 #include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "comm/tensor_kind.h"
@@ -524,7 +525,7 @@ at::Tensor ranks_of(const at::Tensor& sorted, const at::Tensor& q, bool skip_nan
   return (q * last).masked_fill(nan.any(-1, true), last);
 }
 
-// Like torch's version, but that compares data pointers unless it sorts everything.
+// Like torch's version, which however compares data pointers unless it sorts everything.
 at::Tensor quantiles(
     const at::Tensor& self, const at::Tensor& q, std::optional<int64_t> dim, bool keepdim, c10::string_view how, bool skip_nan) {
   const auto* name = skip_nan ? "nanquantile" : "quantile";

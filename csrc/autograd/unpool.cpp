@@ -43,7 +43,7 @@ struct ScatterPlanes : torch::autograd::Function<ScatterPlanes> {
   }
 };
 
-// In planes of these sizes.
+// Adds up the values at their indices, in planes of these sizes.
 Tensor added_at(const Tensor& values, const Tensor& index, const std::vector<c10::SymInt>& sizes) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("shardtensor::added_at", "")

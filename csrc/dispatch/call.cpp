@@ -204,8 +204,8 @@ void run_on_pieces(
   }
 }
 
-// Where this rank has nothing to fetch, a result may be an operand's piece itself, or a view of it. Whoever writes the result
-// must not write that: on other ranks it is a copy.
+// If this rank has nothing to fetch, a result may be an operand's piece, or a view of it. On other ranks the result is a copy, so
+// it is copied here too: a write to the result must not write the operand.
 void copy_what_is_shared(const Op& op, Stack& stack, const Refs& refs) {
   change_results(op, stack, [&](const at::Tensor& t) {
     const bool shared =

@@ -211,9 +211,11 @@ void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& repli
   const bool sends = layout.any_mesh_dim([&](int64_t m) { return sends_along(layout, m); });
   comm::InFlight rest;
   auto reduced = errors::while_doing(op, [&] {
-    return !sends                                     ? local.clone()
-           : c10::isFloatingType(local.scalar_type()) ? start_with_identity<double>(op, local, layout, replicated, rest)
-                                                      : start_with_identity<int64_t>(op, local, layout, replicated, rest);
+    if (!sends) {
+      return local.clone();
+    }
+    const auto start = c10::isFloatingType(local.scalar_type()) ? start_with_identity<double> : start_with_identity<int64_t>;
+    return start(op, local, layout, replicated, rest);
   });
   keep_sum_ahead(impl, reduced, replicated, std::move(rest));
 }

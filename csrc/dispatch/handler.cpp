@@ -80,9 +80,9 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
   handle(*op, stack);
 }
 
-// Ops of other libraries whose kernel is one for all backends. That kernel would come before the key's fallback and get the
-// ShardTensors themselves, so these have the fallback as a kernel of their own. If the op's definition goes away, this kernel
-// stays.
+// Ops of other libraries that have a kernel for all backends. That kernel would come before the key's fallback and get the
+// ShardTensors themselves, so the fallback is also registered as the op's own kernel. It stays registered if the op's definition
+// goes away.
 struct FallbackKernels {
   std::mutex mutex;
   std::unordered_map<std::string, c10::RegistrationHandleRAII> known;

@@ -132,8 +132,8 @@ uint64_t ordering_arguments(const Op& op) {
   return out;
 }
 
-// Whether the op lays out a result of a few elements as one of many, for which torch's meta kernel in Python may have another
-// order: elementwise ops, and transforms, which have calls.
+// Whether the op lays out a result of few elements like one of many, while torch's meta kernel in Python may have another order:
+// elementwise ops, and transforms (which have Options::calls).
 bool runs_on_few(const Op& op) {
   const auto& options = op.entry->options;
   return (options.broadcasts || (options.calls && options.asks_order)) && !op.mutated && !op.is_random;

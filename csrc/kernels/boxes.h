@@ -36,7 +36,8 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
 
 struct BoxCopies;
 
-// The CPU and CUDA twins, and which of them a tensor needs. Same device, nothing empty, no conj or neg bits.
+// The CPU and CUDA twins. Both tensors are on one device; no tensor and no box is empty; there are no conj or neg bits.
+// for_cuda(): whether a tensor needs the CUDA twin.
 bool for_cuda(const at::Tensor& t);
 namespace cpu {
 void move(const BoxCopies& moves, const at::Tensor& from, at::Tensor& to);

@@ -28,8 +28,8 @@ bool alike(const Plan& a, const Plan& b) {
   });
 }
 
-// A symbol of one rank may be a number on another, and the ranks must plan alike. Costs are linear in the bytes: a plan that is
-// the cheapest for few and for many is so for any number. Otherwise the graph is guarded to have these sizes.
+// A symbol of one rank may be a number on another, and the ranks must plan alike. Costs are linear in the bytes, so a plan that
+// is the cheapest for few bytes and for many is the cheapest for any number. Otherwise the graph is guarded to have these sizes.
 std::shared_ptr<const Plan> plan_in_graph(const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item) {
   constexpr double kMany = 1e15;
   const bool transfers = may_transfer_in_graph(from.mesh());

@@ -66,7 +66,8 @@ void read_through(Rule& rule, const Windows& windows, SymSizes sizes) {
     const bool back = windows.reversed;
     read_through(rule, windows.lead + i, back ? size : count, back ? mirror(reach, size) : reach);
   }
-  for (size_t o = 1; windows.backward && o < rule.operands.size(); ++o) { // the input; then indices, which lie as the gradient
+  // The input is cut as the result; indices are cut as the gradient.
+  for (size_t o = 1; windows.backward && o < rule.operands.size(); ++o) {
     rule.operands[o].dims = o == 1 ? result.dims : rule.operands[0].dims;
   }
 }
