@@ -1,8 +1,8 @@
 // Autograd for three kinds of ops: ops that torch would decompose, but that have a rule or are decomposed in another way here;
 // ops whose torch formula lacks an argument that we need (embedding, mean); and ops whose formula asks what the kernel has found
 // (det).
-#include "autograd/formula.h"
 #include "autograd/functions.h"
+#include "autograd/make_formula.h"
 #include "comm/tensor_kind.h"
 #include "dispatch/op.h"
 #include "dispatch/plain_tensors.h"
@@ -236,7 +236,7 @@ at::Tensor linear(
   const auto bias = bias_ && bias_->defined() ? *bias_ : at::Tensor();
   if (needs_promotion(x) || needs_promotion(weight) || needs_promotion(bias)) {
     torch::jit::Stack in{x, weight, bias_};
-    if (enter_plain(op, in, 0, collect(op, in, 0))) {
+    if (promote_plain(op, in, 0, collect(op, in, 0))) {
       return at::linear(in[0].toTensor(), in[1].toTensor(), in[2].toOptional<at::Tensor>());
     }
   }
@@ -269,7 +269,7 @@ at::Tensor linear(
 at::Tensor matmul(const Op& op, c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
   if (needs_promotion(self) || needs_promotion(other)) {
     torch::jit::Stack in{self, other};
-    if (enter_plain(op, in, 0, collect(op, in, 0))) {
+    if (promote_plain(op, in, 0, collect(op, in, 0))) {
       return at::matmul(in[0].toTensor(), in[1].toTensor());
     }
   }
@@ -306,7 +306,7 @@ at::Tensor embedding(
     bool sparse) {
   if (needs_promotion(weight)) {
     torch::jit::Stack in{weight, indices, padding_idx, scale_grad_by_freq, sparse};
-    if (enter_plain(op, in, 0, collect(op, in, 0))) {
+    if (promote_plain(op, in, 0, collect(op, in, 0))) {
       return at::embedding_symint(in[0].toTensor(), indices, padding_idx, scale_grad_by_freq, sparse);
     }
   }

@@ -22,7 +22,8 @@ namespace shardtensor::comm {
 //   part has a size, the same in both, it is copied. With mesh_dim -1, between any ranks, of any meshes: the parts are those for
 //   `peers`, global ranks in ascending order, without this rank. If the callers are not all ranks of the default group, only
 //   peers need to call.
-// - ReduceScatter, only if adds_up(): `in` holds this rank's summands of all coordinates' pieces, one after the other; `out`
+// - ReduceScatter, only if can_reduce_scatter(): `in` holds this rank's summands of all coordinates' pieces, one after the other;
+// `out`
 //   becomes this rank's piece.
 // - Broadcast: `out`, from coordinate `from`.
 // - Scatter: `out` receives this rank's piece of `pieces`, which is read only on coordinate `from`.

@@ -210,7 +210,7 @@ bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) 
          backend_along(mesh, mesh_dim, mine.device(), "all_gather").gathers;
 }
 
-bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+bool can_reduce_scatter(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
   return is_called(summand, mesh, mesh_dim) && !mesh.is_reordered(mesh_dim) &&
          scatters(backend_along(mesh, mesh_dim, summand.device(), "reduce_scatter"), summand.scalar_type(), op);
 }

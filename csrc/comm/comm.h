@@ -31,7 +31,7 @@ bool can_sum_apart(c10::Device device, const Mesh& mesh, int64_t mesh_dim);
 bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 // Whether the backend can reduce while scattering. Otherwise the summands travel in an all-to-all and the caller combines them,
 // in the order of the coordinates.
-bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
+bool can_reduce_scatter(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
 
 // The parts of a staging buffer should start at multiples of this many elements. It is more than 1 if the backend is faster then
 // and accepts gaps between parts.

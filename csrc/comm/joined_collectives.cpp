@@ -118,7 +118,7 @@ PackedBuffer outputs_of(const Collectives& all) {
 }
 
 // Several collectives as one. Its `out` holds what they receive.
-struct Merged {
+struct MergedCollective {
   Collective one;
   PackedBuffer received;
 };
@@ -127,14 +127,14 @@ at::Tensor empty_for(const PackedBuffer& parts, const at::Tensor& like) {
   return at::empty({parts.total() / static_cast<int64_t>(like.element_size())}, like.options());
 }
 
-Merged merged_reduces(const Collectives& all) {
-  Merged out{all[0], outputs_of(all)};
+MergedCollective merged_reduces(const Collectives& all) {
+  MergedCollective out{all[0], outputs_of(all)};
   out.one.out = empty_for(out.received, all[0].out);
   out.received.pack(as_bytes(out.one.out));
   return out;
 }
 
-Merged merged_gathers(const Collectives& all) {
+MergedCollective merged_gathers(const Collectives& all) {
   const auto& first = all[0];
   PackedBuffer parts(kStart), mine(kStart);
   std::vector<int64_t> sizes;
@@ -148,7 +148,7 @@ Merged merged_gathers(const Collectives& all) {
   for (const auto& c : all) {
     mine.add(c.in, 0, c.in.numel());
   }
-  Merged out{first, std::move(parts)};
+  MergedCollective out{first, std::move(parts)};
   out.one.out = empty_for(out.received, first.in);
   out.one.pieces = out.one.out.split_with_sizes(sizes);
   out.one.in = out.one.pieces[first.me()];
@@ -157,8 +157,8 @@ Merged merged_gathers(const Collectives& all) {
 }
 
 // Between the coordinates of a mesh dim, or between peers.
-Merged merged_exchanges(const Collectives& all) {
-  Merged out{all[0], PackedBuffer(kStart)};
+MergedCollective merged_exchanges(const Collectives& all) {
+  MergedCollective out{all[0], PackedBuffer(kStart)};
   auto& one = out.one;
   one.peers = peers_of(all);
   one.in_sizes.clear();
@@ -171,8 +171,8 @@ Merged merged_exchanges(const Collectives& all) {
   return out;
 }
 
-Merged merged_reduce_scatters(const Collectives& all) {
-  Merged out{all[0], outputs_of(all)};
+MergedCollective merged_reduce_scatters(const Collectives& all) {
+  MergedCollective out{all[0], outputs_of(all)};
   auto& one = out.one;
   one.in_sizes.clear();
   const auto sent = by_peer(all, &Collective::in, &Collective::in_sizes, {}, 1, one.in_sizes);
@@ -185,7 +185,7 @@ Merged merged_reduce_scatters(const Collectives& all) {
   return out;
 }
 
-Merged merged(const Collectives& all) {
+MergedCollective merged(const Collectives& all) {
   switch (all[0].kind) {
     case CollectiveKind::AllReduce:
       return merged_reduces(all);

@@ -40,10 +40,10 @@ uint64_t combined(uint64_t a, uint64_t b) {
 uint64_t next_in_history(const Mesh& mesh, int64_t mesh_dim, uint64_t identity) {
   static auto* mutex = new std::mutex();
   static auto* histories = new std::unordered_map<uint64_t, uint64_t>(); // by rank (threads may be ranks) and name of the group
-  static int64_t epoch = 0;
+  static int64_t generation = 0;
   const auto key = combined(mesh.rank(), std::hash<std::string>()(mesh.group(mesh_dim)));
   const std::lock_guard<std::mutex> lock(*mutex);
-  if (std::exchange(epoch, comm::epoch()) != comm::epoch()) {
+  if (std::exchange(generation, comm::group_generation()) != comm::group_generation()) {
     histories->clear();
   }
   auto& history = (*histories)[key];

@@ -30,7 +30,7 @@ void run_usual(const Op& op, c10::DispatchKeySet, Stack* stack) {
   handle(op, stack);
 }
 void run_special(const Op& op, c10::DispatchKeySet, Stack* stack) {
-  handle_specially(op, stack);
+  take_alternative_path(op, stack);
 }
 
 // The schemas of collectives do not say what they write, and on gathered copies a collective would do nothing.
@@ -111,7 +111,7 @@ bool takes_tensors(const c10::FunctionSchema& schema) {
 
 } // namespace
 
-void settle_op(const std::string& name, const std::string& overload) {
+void update_foreign_op(const std::string& name, const std::string& overload) {
   if (is_known(name)) {
     return;
   }
@@ -176,8 +176,8 @@ int64_t install_handler() {
     if (entry && entry->is_formula()) {
       at_key.impl(op.name.c_str(), entry->options.autograd(op));
     } else {
-      auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
-      on(kKey, typed ? std::move(*typed) : is_special(op) ? boxed<run_special>(op) : boxed<run_usual>(op));
+      auto typed = has_alternative_path(op) ? typed_list_kernel(op) : typed_kernel(op);
+      on(kKey, typed ? std::move(*typed) : has_alternative_path(op) ? boxed<run_special>(op) : boxed<run_usual>(op));
     }
     if (may_promote(op)) {
       auto recorder = typed_record(op);

@@ -144,7 +144,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
       check_writable(op, r.arg, *r.tensor, r.impl);
       in_order = std::any_cast<rules::InPlaceOperand>(&solution.kernel_data);
       if (C10_LIKELY(!in_order)) {
-        check_apart(op, refs, i);
+        check_no_overlap(op, refs, i);
       }
     }
     const auto& need = solution.operands[i];

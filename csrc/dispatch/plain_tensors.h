@@ -44,7 +44,7 @@ bool needs_promotion(const at::Tensor& t);
 // ShardTensors, which the graph connects to them.
 void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 // Replaces such tensors without calling the op; false if there are none.
-bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
+bool promote_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // If one operand has a tangent, gives all of them one: torch's formula would fill in zeros as plain tensors.
 void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
@@ -67,6 +67,6 @@ bool skips_autograd(const Op& op, c10::DispatchKeySet below, const Tracked& trac
 
 // Promotes a tensor for which needs_promotion() holds to one that brings the right gradient back. A plain tensor gets the layout.
 // Set at import.
-inline Observer<at::Tensor(const at::Tensor& t, const LayoutPtr& layout)> entrance;
+inline Observer<at::Tensor(const at::Tensor& t, const LayoutPtr& layout)> promote;
 
 } // namespace shardtensor

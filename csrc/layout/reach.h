@@ -15,7 +15,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
 
 // Which values an op reads beyond the edges of a dim.
 enum class PaddingMode : uint8_t {
-  Padding,   // cells of padding of padding
+  Constant,  // cells of padding, all of one value
   Reflect,   // the dim itself, from its second index on
   Replicate, // its first and last index
   Circular,  // the dim itself, again and again
@@ -25,7 +25,7 @@ enum class PaddingMode : uint8_t {
 // Indices below 0, or from the size on, are beyond the edges. If num is -1, the dim is read backwards.
 struct Reach {
   int64_t num, den, first, last;
-  PaddingMode beyond = PaddingMode::Padding;
+  PaddingMode beyond = PaddingMode::Constant;
   // If not -1: this is the reach of a gradient, from an operand of this size to the results that read it. `beyond` then applies
   // to the edges of the operand.
   int64_t operand = -1;
@@ -44,7 +44,7 @@ struct Reach {
 // The reverse of `r`, which reads a dim of `size` indices: which indices read its index j. The reverse of the reverse is `r`.
 Reach mirror(const Reach& r, int64_t size);
 // The index that a read of `e` gets, where `e` may be beyond the edges by less than `size`. Only for Reflect and Replicate.
-int64_t source(PaddingMode beyond, int64_t e, int64_t size);
+int64_t source_index(PaddingMode beyond, int64_t e, int64_t size);
 
 // The indices of a dim that a run reads: `before` cells of padding, then `inside`, then `after` cells of padding. Without padding
 // (Reflect, Replicate): all from the first to the last index that is read. Circular: `inside` may go beyond the edges, but has at
@@ -70,7 +70,7 @@ struct WrappedRun {
   Interval inside;
   int64_t first; // the run's own number for index 0 of the dim in this part: a multiple of the size
 };
-c10::SmallVector<WrappedRun, 2> turns(const Interval& run, int64_t size);
+c10::SmallVector<WrappedRun, 2> wrapped_runs(const Interval& run, int64_t size);
 
 // Where a cut of the dim that is read (after `cut` of its `size` indices) cuts the `count` indices that read it. Each index
 // goes to the side that holds the middle of the indices that it reads. Cuts stay in order, and an empty piece has no readers. A

@@ -18,7 +18,7 @@ comm::Collective messages(
 // Packs the boxes, one message's after the other's. In graphs too.
 void pack(comm::Collective& messages, const at::Tensor& source, const std::vector<Box>& boxes);
 
-inline kernels::Spacing leaving(const comm::Collective& messages) {
+inline kernels::Spacing message_spacing(const comm::Collective& messages) {
   return {messages.in_sizes, messages.spacing};
 }
 

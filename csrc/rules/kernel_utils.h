@@ -25,7 +25,7 @@ Rule whole_along(const Call& call, uint64_t mask);
 Rule unread(const Call& call, Kernel kernel);
 
 // Returns the results, or writes them into the arguments that the schema says are returned (in-place, out=).
-void give(const KernelRun& run, const std::vector<at::Tensor>& results);
+void return_results(const KernelRun& run, const std::vector<at::Tensor>& results);
 
 // For kernels that work along one dim.
 struct WorkDim {

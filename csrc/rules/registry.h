@@ -2,7 +2,7 @@
 // Uses rule.h. Filled by the families' register functions below, read by dispatch/.
 #pragma once
 
-#include "rules/formulas.h"
+#include "rules/autograd_formulas.h"
 #include "rules/rule.h"
 
 #include <optional>

@@ -15,12 +15,12 @@ struct SeparableFilter : Windows {
   at::Tensor (*op)(const KernelRun& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along) = nullptr;
   // For backwards that scatter each gradient to one element (nearest): gradients per element along dim `along`, in order. Null:
   // the forward op's weights are used.
-  at::Tensor (*counts)(const KernelRun& run, const SeparableFilter& bands, int64_t along, const at::TensorOptions& options) =
+  at::Tensor (*counts)(const KernelRun& run, const SeparableFilter& filter, int64_t along, const at::TensorOptions& options) =
       nullptr;
 };
 
 // Adds the windows, sizes and kernel to a rule of planes(). `sizes`: as read_through() takes them.
-void read_in_bands(Rule& rule, SymSizes sizes, SeparableFilter bands);
+void add_separable_filter(Rule& rule, SymSizes sizes, SeparableFilter filter);
 
 // The op itself, or its forward op if it is a backward.
 c10::OperatorHandle forward_op(const KernelRun& run);

@@ -31,7 +31,7 @@ uint64_t reduced_dims(const Call& call, int64_t ndim) {
   return dims.empty() ? kAllFactors : mask;
 }
 
-// What a rule made by reduce() tells its kernel.
+// The kernel's data of a rule made by reduce().
 struct ReductionSpec {
   uint64_t dims; // bits
   bool keepdim;
@@ -123,7 +123,7 @@ void neutral_kernel(KernelRun& run) {
   for (const auto& value : r.how.neutral) {
     out.push_back(at::full_symint(r.result_sizes(), value, r.x.options().dtype(c10::toRealValueType(dtype))));
   }
-  give(run, out);
+  return_results(run, out);
 }
 
 // The rule with these values for empty pieces.
@@ -171,7 +171,7 @@ void mean_kernel(KernelRun& run) {
       c10::isFloatingType(dtype) || c10::isComplexType(dtype),
       "mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. Got: ", dtype);
   auto total = at::sum(r.x, r.dims, r.how.keepdim, accumulate_type(dtype));
-  give(run, {total.div_(at::Scalar(r.global_count())).to(dtype)});
+  return_results(run, {total.div_(at::Scalar(r.global_count())).to(dtype)});
 }
 
 Rule mean(const Call& call) {
@@ -264,7 +264,7 @@ void select_kernel(KernelRun& run) {
     local.index.add_(at::Scalar(mine(run, 0, dim).start));
   }
   const auto best = best_of(local, run, r.mesh_dims, op);
-  give(run, {squeeze_dims(best.value, r.dims, r.how.keepdim), squeeze_dims(best.index, r.dims, r.how.keepdim)});
+  return_results(run, {squeeze_dims(best.value, r.dims, r.how.keepdim), squeeze_dims(best.index, r.dims, r.how.keepdim)});
 }
 
 // Converts local flat indices to global ones.
@@ -295,7 +295,7 @@ void arg_kernel(KernelRun& run) {
     local.index.add_(at::Scalar(mine(run, 0, r.dims[0]).start));
   }
   const auto index = best_of(local, run, r.mesh_dims, op).index;
-  give(run, {flat ? index.reshape_symint(r.result_sizes()) : squeeze_dims(index, r.dims, r.how.keepdim)});
+  return_results(run, {flat ? index.reshape_symint(r.result_sizes()) : squeeze_dims(index, r.dims, r.how.keepdim)});
 }
 
 template <ReduceOp op, Kernel kernel>
@@ -348,7 +348,7 @@ void renorm_kernel(KernelRun& run) {
   power = over_ranks(power, run, mesh_dims_of(run, mask), std::isinf(p) ? ReduceOp::Max : ReduceOp::Sum);
   const auto norms = std::isinf(p) ? power : power.pow_(1 / p);
   const auto scale = at::where(norms.gt(limit), limit / (norms + 1e-7), at::ones_like(norms));
-  give(run, {x.to(scale.scalar_type()).mul(scale).to(x.scalar_type())});
+  return_results(run, {x.to(scale.scalar_type()).mul(scale).to(x.scalar_type())});
 }
 
 Rule renorm(const Call& call) {
@@ -400,7 +400,7 @@ void var_kernel(KernelRun& run) {
     const auto whole = pairs ? at::view_as_complex(whole_mean) : whole_mean;
     out.push_back(squeeze_dims(whole, r.dims, r.how.keepdim).to(dtype));
   }
-  give(run, out);
+  return_results(run, out);
 }
 
 template <bool root>
@@ -420,7 +420,7 @@ void logsumexp_kernel(KernelRun& run) {
   auto top = over_ranks(extreme(x, r.dims, ReduceOp::Max), run, r.mesh_dims, ReduceOp::Max);
   top.masked_fill_(top.isinf(), 0);
   const auto total = over_ranks((x - top).exp_().sum(r.dims, true), run, r.mesh_dims, ReduceOp::Sum);
-  give(run, {squeeze_dims(total.log().add_(top), r.dims, r.how.keepdim).to(dtype)});
+  return_results(run, {squeeze_dims(total.log().add_(top), r.dims, r.how.keepdim).to(dtype)});
 }
 
 Rule logsumexp(const Call& call) {

@@ -53,8 +53,8 @@ struct CopyForm {
   bool repeats = false; // self has a stride of 0
 };
 CopyForm form_of_copy(const TensorArg& x);
-void lies_so(Rule& rule, CopyForm form); // the rule's result
-bool lies_by(const at::Tensor& x, const SymSizes& strides);
+void set_copy_form(Rule& rule, CopyForm form); // the rule's result
+bool has_strides(const at::Tensor& x, const SymSizes& strides);
 
 // The indices of `window` that lie in `piece`, as a slice of the piece.
 at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::SymWindow& window, const SymInterval& piece);

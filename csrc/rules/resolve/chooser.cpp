@@ -228,7 +228,7 @@ class Chooser {
       auto inside = read(*reach_of(static_cast<int64_t>(i), d), run, size / each).inside;
       inside = {inside.start * each, inside.length * each};
       auto lacking = inside.length;
-      for (const auto& turn : turns(inside, size)) {
+      for (const auto& turn : wrapped_runs(inside, size)) {
         const auto common =
             std::min(mine.start + mine.length, turn.inside.start + turn.inside.length) - std::max(mine.start, turn.inside.start);
         lacking -= std::max<int64_t>(common, 0);
