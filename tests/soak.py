@@ -112,16 +112,16 @@ def rank(me: int, args: Any, store: str) -> None:
         if first is None and done > args.moves / 10:
             first = resident()
         if me == 0:
-            print(f"{time.monotonic() - began:6.0f} s {done:8} moves {resident():8.1f} MiB {_C.left_in_flight():4} in flight, dropped", flush=True)
+            print(f"{time.monotonic() - began:6.0f} s {done:8} moves {resident():8.1f} MiB {_C.dropped_in_flight():4} in flight, dropped", flush=True)
         if errors:
             break
     for thread in threads:
         thread.join(60)
     if errors:
         raise errors[0]
-    _C.let_arrive()
+    _C.drain_dropped()
     last = resident()
-    assert first is not None and _C.left_in_flight() == 0
+    assert first is not None and _C.dropped_in_flight() == 0
     print(f"rank {me}: {sum(n for _, n in seen)} of {args.moves} dropped; {first:.1f} MiB after a tenth, {last:.1f} at the end", flush=True)
     assert last - first < args.most, "memory has grown"
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 // scaled_dot_product_attention and its form by matrix products, which torch would decompose. If the sequence is cut, decides by
 // cost where queries, keys and values go. Uses dispatch/handler, redistribute/, rules/ops/ring and tensor/.
-#include "autograd/formula.h"
 #include "autograd/functions.h"
+#include "autograd/make_formula.h"
 #include "dispatch/cache.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"

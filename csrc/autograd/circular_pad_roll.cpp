@@ -1,7 +1,6 @@
 // Circular padding along cut dims and the gradient of repeat() there, by shardtensor::shifted and repeats_added
 // (rules/ops/flip_roll_repeat.cpp), so that nothing is gathered. Flips and rolls in graphs. Uses autograd/functions,
 // dispatch/plain_tensors, tensor/.
-#include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "autograd/with_gradient.h"
 #include "dispatch/plain_tensors.h"

@@ -1,6 +1,6 @@
-// Autograd for three kinds of ops: ops that torch would decompose, with a rule or otherwise than torch; ops whose torch formula
-// lacks an argument that we need (embedding, mean); and ops whose formula asks what the kernel has found (det).
-#include "autograd/formula.h"
+// Autograd for three kinds of ops: ops that torch would decompose, but that have a rule or are decomposed in another way here;
+// ops whose torch formula lacks an argument that we need (embedding, mean); and ops whose formula asks what the kernel has found
+// (det).
 #include "autograd/functions.h"
 #include "autograd/with_gradient.h"
 #include "comm/tensor_kind.h"
@@ -235,7 +235,7 @@ at::Tensor linear(
   const auto bias = bias_ && bias_->defined() ? *bias_ : at::Tensor();
   if (needs_promotion(x) || needs_promotion(weight) || needs_promotion(bias)) {
     torch::jit::Stack in{x, weight, bias_};
-    if (enter_plain(op, in, 0, collect(op, in, 0))) {
+    if (promote_plain(op, in, 0, collect(op, in, 0))) {
       return at::linear(in[0].toTensor(), in[1].toTensor(), in[2].toOptional<at::Tensor>());
     }
   }
@@ -268,7 +268,7 @@ at::Tensor linear(
 at::Tensor matmul(const Op& op, c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
   if (needs_promotion(self) || needs_promotion(other)) {
     torch::jit::Stack in{self, other};
-    if (enter_plain(op, in, 0, collect(op, in, 0))) {
+    if (promote_plain(op, in, 0, collect(op, in, 0))) {
       return at::matmul(in[0].toTensor(), in[1].toTensor());
     }
   }
@@ -305,7 +305,7 @@ at::Tensor embedding(
     bool sparse) {
   if (needs_promotion(weight)) {
     torch::jit::Stack in{weight, indices, padding_idx, scale_grad_by_freq, sparse};
-    if (enter_plain(op, in, 0, collect(op, in, 0))) {
+    if (promote_plain(op, in, 0, collect(op, in, 0))) {
       return at::embedding_symint(in[0].toTensor(), indices, padding_idx, scale_grad_by_freq, sparse);
     }
   }
@@ -524,7 +524,7 @@ at::Tensor ranks_of(const at::Tensor& sorted, const at::Tensor& q, bool skip_nan
   return (q * last).masked_fill(nan.any(-1, true), last);
 }
 
-// Like torch's version, but that compares data pointers unless it sorts everything.
+// Like torch's version, which however compares data pointers unless it sorts everything.
 at::Tensor quantiles(
     const at::Tensor& self, const at::Tensor& q, std::optional<int64_t> dim, bool keepdim, c10::string_view how, bool skip_nan) {
   const auto* name = skip_nan ? "nanquantile" : "quantile";

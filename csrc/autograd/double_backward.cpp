@@ -1,6 +1,6 @@
 // Second derivatives of ops that read through windows. torch's formulas gather along cut dims, or give the zero gradient of an
 // operand of which only the sizes are read as a plain tensor. Uses dispatch/plain_tensors, tensor/.
-#include "autograd/formula.h"
+#include "autograd/make_formula.h"
 #include "autograd/with_gradient.h"
 #include "dispatch/plain_tensors.h"
 #include "tensor/shard_tensor.h"

@@ -1,7 +1,7 @@
 // einsum of two ShardTensors. torch flattens the letters that both have, those that only one has and those that are summed over,
 // each into one dim of a batch of matrices. Of a flattened run only the first dim stays cut. Where that would move a cut, this
 // multiplies with the shared letters as dims of their own. Uses tensor/.
-#include "autograd/formula.h"
+#include "autograd/make_formula.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>

@@ -15,8 +15,8 @@
 // such ops get a hook that makes them ShardTensors in the operand's layout.
 #include "autograd/gradients.h"
 
-#include "autograd/formula.h"
 #include "autograd/functions.h"
+#include "autograd/make_formula.h"
 #include "dispatch/call.h"
 #include "dispatch/plain_tensors.h"
 #include "dispatch/typed.h"

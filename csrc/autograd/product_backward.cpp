@@ -2,7 +2,7 @@
 // Here these backward ops have rules of their own, and this file adds their derivatives. And cumsum along a cut dim, where
 // torch's formula flips the whole twice; and prod, where it gathers the whole to look for zeros. Uses dispatch/plain_tensors,
 // tensor/.
-#include "autograd/formula.h"
+#include "autograd/make_formula.h"
 #include "autograd/with_gradient.h"
 #include "comm/tensor_kind.h"
 #include "dispatch/plain_tensors.h"

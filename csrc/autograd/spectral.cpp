@@ -1,6 +1,6 @@
 // Fourier transforms for which torch needs the whole of a cut dim: stft makes its windows by strides, and the gradient of a
 // transform of real numbers pads one half of the spectrum with zeros. Uses dispatch/plain_tensors, tensor/.
-#include "autograd/formula.h"
+#include "autograd/make_formula.h"
 #include "autograd/with_gradient.h"
 #include "dispatch/plain_tensors.h"
 #include "tensor/shard_tensor.h"

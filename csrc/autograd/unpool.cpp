@@ -1,6 +1,5 @@
 // max_unpool along cut dims: its gradient is picked from where the values went, by shardtensor::picked (rules/ops/pooling.cpp);
 // torch's formula would gather planes. Uses autograd/functions, dispatch/plain_tensors, tensor/.
-#include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "autograd/with_gradient.h"
 #include "dispatch/plain_tensors.h"

@@ -48,16 +48,17 @@ class PythonListener {
 // One for each Observer. Never destroyed: the interpreter may be gone by then.
 template <auto& observer>
 PythonListener& listener_for() {
-  static auto* ear = new PythonListener();
-  return *ear;
+  static auto* listener = new PythonListener();
+  return *listener;
 }
-// The function `name` of the module sets Python's observer; None: there is none. tell() passes the news to its ear.
+// Defines the module's function `name`, which sets the Python function that the observer notifies, or none (None). `tell` calls
+// it.
 template <auto& observer, auto tell>
 void def_observer(py::module& m, const char* name) {
   m.def(name, [](py::object f) {
-    auto& ear = listener_for<observer>();
-    ear.set(std::move(f));
-    observer.set(ear.listens() ? tell : nullptr);
+    auto& listener = listener_for<observer>();
+    listener.set(std::move(f));
+    observer.set(listener.listens() ? tell : nullptr);
   });
 }
 

@@ -83,11 +83,11 @@ void register_comm(py::module& m) {
   m.def("ended", &comm::desync::ended, py::call_guard<py::gil_scoped_release>());
   m.def("destroyed_groups", &comm::desync::destroyed_groups, py::call_guard<py::gil_scoped_release>());
   m.def("device_of", [](const c10::intrusive_ptr<Mesh>& mesh) { return comm::device_of(*mesh); });
-  m.def("let_arrive", &comm::let_arrive, py::call_guard<py::gil_scoped_release>());
-  m.def("left_in_flight", &comm::left_in_flight);
+  m.def("drain_dropped", &comm::drain_dropped, py::call_guard<py::gil_scoped_release>());
+  m.def("dropped_in_flight", &comm::dropped_in_flight);
   // The destructor of a group with a collective in flight would wait for it.
   m.def("keep_for_ever", [](py::object thing) { (void)thing.release(); });
-  m.def("keep_what_is_left", &comm::keep_what_is_left);
+  m.def("stop_freeing_dropped", &comm::stop_freeing_dropped);
   m.def("begin_barrier", &comm::desync::begin_barrier);
   py::class_<comm::desync::BarrierGuard>(m, "InBarrier")
       .def(py::init<std::string>())

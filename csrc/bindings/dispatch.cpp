@@ -90,12 +90,12 @@ std::string text_of_line(uint64_t line) {
 void register_dispatch(py::module& m) {
   m.def("install_handler", [] {
     const auto count = install_handler();
-    entrance.set([](const at::Tensor& t, const LayoutPtr& layout) {
+    promote.set([](const at::Tensor& t, const LayoutPtr& layout) {
       return as_shard_tensor(t) ? with_sharded_gradient(t) : from_local(t, layout, t.sym_sizes(), t.sym_strides());
     });
     return count;
   });
-  m.def("settle_op", &settle_op);
+  m.def("update_foreign_op", &update_foreign_op);
   m.def("common_promotion", [] { return static_cast<int>(common_promotion()); });
   m.def("set_common_promotion", [](int mode) { set_common_promotion(static_cast<Promotion>(mode)); });
   m.def("state_of_modes", &state_of_modes);
@@ -122,8 +122,8 @@ void register_dispatch(py::module& m) {
     }
     return out;
   });
-  m.def("second_call", &rules::second_call);
-  m.def("set_second_call", &rules::set_second_call);
+  m.def("min_overlap_bytes", &rules::min_overlap_bytes);
+  m.def("set_min_overlap_bytes", &rules::set_min_overlap_bytes);
   m.def("checking", [] { return static_cast<int>(checking()); });
   m.def("set_checking", [](int how) { set_checking(static_cast<CheckingMode>(how)); });
   def_observer<on_gather, &tell_of_fallback>(m, "set_fallback_log");

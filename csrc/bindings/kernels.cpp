@@ -17,10 +17,10 @@ std::vector<Box> boxes_from(const std::vector<BoxTuple>& tuples) {
 
 void register_kernels(py::module& m) {
   m.def("count_memory", &kernels::count_memory);
-  m.def("reset_most_held", &kernels::reset_most_held);
-  m.def("held_memory", [] {
-    const auto held = kernels::held_memory();
-    return py::make_tuple(held.now, held.most);
+  m.def("reset_peak_memory", &kernels::reset_peak_memory);
+  m.def("allocated_memory", [] {
+    const auto held = kernels::allocated_memory();
+    return py::make_tuple(held.now, held.peak);
   });
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   m.def(

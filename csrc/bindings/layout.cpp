@@ -13,9 +13,9 @@ namespace shardtensor::bindings {
 namespace {
 
 // A placement as Python passes it: (kind, dim, split_factor, reduce, norm_order).
-using Tuple = std::tuple<int, int64_t, int64_t, std::string, double>;
+using PlacementTuple = std::tuple<int, int64_t, int64_t, std::string, double>;
 
-Placement placement_from(const Tuple& t) {
+Placement placement_from(const PlacementTuple& t) {
   const auto& [kind, dim, split_factor, reduce, norm_order] = t;
   switch (static_cast<Placement::Kind>(kind)) {
     case Placement::Kind::Replicate:
@@ -28,7 +28,7 @@ Placement placement_from(const Tuple& t) {
   return {};
 }
 
-Tuple tuple_of(const Placement& p) {
+PlacementTuple tuple_of(const Placement& p) {
   return {static_cast<int>(p.kind), p.dim, p.split_factor, name_of(p.reduce), p.norm_order};
 }
 
@@ -124,11 +124,11 @@ std::vector<std::pair<int64_t, int64_t>> messages(const std::vector<Transfer::Me
 }
 
 // Bytes that each rank of either mesh sends and receives: {rank: (sent, received)}.
-std::map<int64_t, std::pair<int64_t, int64_t>> traffic(const Leg& leg, const std::vector<int64_t>& sizes, int64_t item) {
+std::map<int64_t, std::pair<int64_t, int64_t>> traffic(const RouteStep& step, const std::vector<int64_t>& sizes, int64_t item) {
   std::map<int64_t, std::pair<int64_t, int64_t>> out;
-  for (const auto* layout : {leg.before.get(), leg.after.get()}) {
+  for (const auto* layout : {step.before.get(), step.after.get()}) {
     for (auto rank : layout->mesh().description().ranks) {
-      const auto t = traffic_of(leg, sizes, rank);
+      const auto t = traffic_of(step, sizes, rank);
       out[rank] = {t.sent * item, t.received * item};
     }
   }
@@ -164,7 +164,7 @@ void register_layout(py::module& m) {
 
   py::class_<Layout, c10::intrusive_ptr<Layout>>(m, "Layout")
       .def(
-          py::init([](const c10::intrusive_ptr<Mesh>& mesh, const std::vector<Tuple>& placements,
+          py::init([](const c10::intrusive_ptr<Mesh>& mesh, const std::vector<PlacementTuple>& placements,
                       const std::vector<std::optional<CutInPython>>& cuts) {
             Placements p;
             for (const auto& t : placements) {
@@ -182,7 +182,7 @@ void register_layout(py::module& m) {
       .def_property_readonly(
           "placements",
           [](const Layout& self) {
-            std::vector<Tuple> out;
+            std::vector<PlacementTuple> out;
             for (const auto& p : self.placements()) {
               out.push_back(tuple_of(p));
             }
@@ -268,10 +268,9 @@ void register_layout(py::module& m) {
       [](const c10::intrusive_ptr<Layout>& from, const c10::intrusive_ptr<Layout>& to, const std::vector<int64_t>& sizes,
          int64_t item) {
         py::list out;
-        for (const auto& leg : route(*from, *to, sizes, item)) {
+        for (const auto& step : route(*from, *to, sizes, item)) {
           out.append(py::make_tuple(
-              name_of(leg.step.kind), leg.step.mesh_dim, as_mutable(leg.before), as_mutable(leg.after),
-              traffic(leg, sizes, item)));
+              name_of(step.kind), step.mesh_dim, as_mutable(step.before), as_mutable(step.after), traffic(step, sizes, item)));
         }
         return out;
       },
@@ -281,8 +280,8 @@ void register_layout(py::module& m) {
       [](const c10::intrusive_ptr<Layout>& from, const c10::intrusive_ptr<Layout>& to, const std::vector<int64_t>& sizes,
          int64_t item) {
         int64_t peers = 0;
-        for (const auto& leg : route(*from, *to, sizes, item)) {
-          peers = std::max(peers, prepare_step(leg.step, *leg.before, *leg.after, sizes));
+        for (const auto& step : route(*from, *to, sizes, item)) {
+          peers = std::max(peers, prepare_step(step, *step.before, *step.after, sizes));
         }
         return peers;
       },
@@ -304,23 +303,23 @@ void register_layout(py::module& m) {
       },
       py::arg("source"), py::arg("target"), py::arg("sizes"), py::arg("rank"));
 
-  using Line = std::array<int64_t, 4>; // num, den, first, last
-  const auto reach = [](const Line& line) { return Reach{line[0], line[1], line[2], line[3]}; };
+  using ReachTuple = std::array<int64_t, 4>; // num, den, first, last
+  const auto reach = [](const ReachTuple& line) { return Reach{line[0], line[1], line[2], line[3]}; };
   m.def(
       "reach_mirror",
-      [=](const Line& line) {
+      [=](const ReachTuple& line) {
         const auto r = mirror(reach(line), -1);
-        return Line{r.num, r.den, r.first, r.last};
+        return ReachTuple{r.num, r.den, r.first, r.last};
       },
       py::arg("line"));
   m.def(
       "reach_read",
-      [=](const Line& line, int64_t start, int64_t length, int64_t size, const std::string& beyond, int64_t operand) {
+      [=](const ReachTuple& line, int64_t start, int64_t length, int64_t size, const std::string& beyond, int64_t operand) {
         auto r = reach(line);
         r.beyond = beyond == "reflect"     ? PaddingMode::Reflect
                    : beyond == "replicate" ? PaddingMode::Replicate
                    : beyond == "circular"  ? PaddingMode::Circular
-                                           : PaddingMode::Padding;
+                                           : PaddingMode::Constant;
         r.operand = operand;
         const auto s = read(r, {start, length}, size);
         return py::make_tuple(s.before, s.inside.start, s.inside.length, s.after);
@@ -328,7 +327,9 @@ void register_layout(py::module& m) {
       py::arg("line"), py::arg("start"), py::arg("length"), py::arg("size"), py::arg("beyond") = "", py::arg("operand") = -1);
   m.def(
       "reach_cut",
-      [=](const Line& line, int64_t cut, int64_t size, int64_t count) { return cut_through(reach(line), cut, size, count); },
+      [=](const ReachTuple& line, int64_t cut, int64_t size, int64_t count) {
+        return cut_through(reach(line), cut, size, count);
+      },
       py::arg("line"), py::arg("cut"), py::arg("size"), py::arg("count"));
 }
 

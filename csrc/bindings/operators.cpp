@@ -23,7 +23,7 @@ bool is_ours(PyObject* object) {
 }
 
 // Whether a mode or a function handler intercepts calls.
-bool heard() {
+bool is_intercepted() {
   return !torch_function_disabled() || at::impl::torch_function_mode_enabled();
 }
 
@@ -78,7 +78,7 @@ struct Operator {
   static inline PyObject* torchs = nullptr;
 
   static PyObject* method(PyObject* x, PyObject* y) {
-    if (is_ours(x) && !heard()) {
+    if (is_ours(x) && !is_intercepted()) {
       if (is_ours(y)) {
         return call<F>(THPVariable_Unpack(x), THPVariable_Unpack(y));
       }

@@ -34,7 +34,7 @@ Backend backend_of(c10d::ProcessGroup& group, c10::Device device);
 // Whether it can reduce-scatter such a tensor.
 bool scatters(const Backend& rules, at::ScalarType dtype, ReduceOp op);
 
-// Whether some ranks may call it now without the others: those that have messages for each other.
+// Whether only the ranks that have messages for each other may call the group now, without the other ranks.
 bool ready_for_some(const Backend& rules, c10d::ProcessGroup& group, c10::Device device);
 
 } // namespace shardtensor::comm

@@ -35,11 +35,12 @@ constexpr auto kGather = &c10d::ProcessGroup::all_gather_single;
 constexpr auto kReduce = &c10d::ProcessGroup::reduce_scatter_single;
 #endif
 
-// A collective as it calls the process group: told to listeners and counted. The profiler's range lasts as long as this.
-struct GroupCall {
+// The call of a process group for one collective. The constructor tells observers and counts. The profiler's range lasts as long
+// as the object.
+struct ProcessGroupCall {
   // `bytes`: what this rank contributes. Looks the group up by name each time: this finds a group that was destroyed and made
   // again under its name, and keeps no group alive.
-  GroupCall(const Collective& c, int64_t bytes)
+  ProcessGroupCall(const Collective& c, int64_t bytes)
       : mesh(*c.mesh),
         where(c),
         group(c10d::resolve_process_group(group_name(mesh, c.mesh_dim, name_of(c.counted())))),
@@ -83,11 +84,11 @@ struct GroupCall {
   const Range range_;
 };
 
-// Messages between two ranks of a group: parts of buffers of bytes. Empty ones are not sent. If the backend has batches, they are
-// only recorded, to be made as one by start().
+// Messages between this rank and other ranks of a group: parts of buffers of bytes. Empty ones are not sent. If the backend has
+// batches, messages are only recorded, and start() sends all of them as one.
 class MessageBatch {
  public:
-  explicit MessageBatch(const GroupCall& call, int tag = kTag) : call_(call), tag_(tag) {}
+  explicit MessageBatch(const ProcessGroupCall& call, int tag = kTag) : call_(call), tag_(tag) {}
   // After an error: a batch that nobody ends makes all later ones raise, and peers wait for what has been sent.
   ~MessageBatch() {
     if (open_ || !works_.empty()) {
@@ -131,7 +132,7 @@ class MessageBatch {
     buffers_.push_back(std::move(part[0]));
   }
 
-  const GroupCall& call_;
+  const ProcessGroupCall& call_;
   const int tag_;
   bool open_ = false;
   std::vector<WorkPtr> works_;
@@ -146,7 +147,7 @@ std::vector<int64_t> group_ranks(const Mesh& mesh, int64_t mesh_dim) {
   return out;
 }
 
-// What is listed by coordinate, by rank in the group.
+// A list in the order of the coordinates, put into the order of the group's ranks.
 template <typename T>
 std::vector<T> in_group_order(const std::vector<T>& by_coordinate, const Mesh& mesh, int64_t mesh_dim) {
   std::vector<T> out(by_coordinate.size());
@@ -158,12 +159,12 @@ std::vector<T> in_group_order(const std::vector<T>& by_coordinate, const Mesh& m
 
 // ---- gathers ----
 
-InFlight gather_into(const GroupCall& call, at::Tensor whole, at::Tensor own) {
+InFlight gather_into(const ProcessGroupCall& call, at::Tensor whole, at::Tensor own) {
   auto work = call.make([&](auto& group) { return (group.*kGather)(whole, own, {}); });
   return call.in_flight({std::move(work)}, {whole, own});
 }
 
-InFlight gather_at_once(const GroupCall& call, const std::vector<at::Tensor>& pieces, const at::Tensor& whole) {
+InFlight gather_at_once(const ProcessGroupCall& call, const std::vector<at::Tensor>& pieces, const at::Tensor& whole) {
   const auto& own = pieces[call.me()];
   const bool of_one_size =
       std::all_of(pieces.begin(), pieces.end(), [&](const auto& p) { return p.numel() == pieces[0].numel(); });
@@ -176,7 +177,7 @@ InFlight gather_at_once(const GroupCall& call, const std::vector<at::Tensor>& pi
   return call.in_flight({std::move(work)}, std::move(places[0]));
 }
 
-WorkPtr broadcast_from(const GroupCall& call, const at::Tensor& bytes, int64_t coordinate) {
+WorkPtr broadcast_from(const ProcessGroupCall& call, const at::Tensor& bytes, int64_t coordinate) {
   std::vector<at::Tensor> tensors{bytes};
   c10d::BroadcastOptions options;
   options.rootRank = call.mesh.group_rank(call.where.mesh_dim, coordinate);
@@ -184,7 +185,7 @@ WorkPtr broadcast_from(const GroupCall& call, const at::Tensor& bytes, int64_t c
 }
 
 // One broadcast per piece, directly into its place: any sizes, no padding, no copy afterwards.
-InFlight gather_by_broadcasts(const GroupCall& call, const std::vector<at::Tensor>& pieces) {
+InFlight gather_by_broadcasts(const ProcessGroupCall& call, const std::vector<at::Tensor>& pieces) {
   std::vector<WorkPtr> works;
   std::vector<at::Tensor> buffers;
   for (size_t c = 0; c < pieces.size(); ++c) {
@@ -204,13 +205,13 @@ bool begins_empty(const std::vector<at::Tensor>& pieces, const Mesh& mesh, int64
 }
 
 // `pieces`: bytes. `whole`: where they lie one after the other on every rank, or undefined.
-InFlight gather_from(const GroupCall& call, const std::vector<at::Tensor>& pieces, const at::Tensor& whole) {
+InFlight gather_from(const ProcessGroupCall& call, const std::vector<at::Tensor>& pieces, const at::Tensor& whole) {
   const bool at_once = call.rules.gathers && !(call.rules.by_address && begins_empty(pieces, call.mesh, call.where.mesh_dim));
   return at_once ? gather_at_once(call, pieces, whole) : gather_by_broadcasts(call, pieces);
 }
 
 InFlight gather(const Collective& c) {
-  GroupCall call(c, c.in.numel());
+  ProcessGroupCall call(c, c.in.numel());
   if (c.pieces.empty()) { // it takes no time that grows with their number
     call.enter([&] { return c10::get_hash(c.dtype, c.out.numel()); });
     return gather_into(call, c.out, c.in);
@@ -232,13 +233,13 @@ InFlight gather(const Collective& c) {
 
 // ---- reductions ----
 
-// What backends call an op, and how two summands are combined without them.
-struct Reduction {
+// A reduction as backends name it, and as a function that combines two summands without a backend.
+struct BackendReduction {
   c10d::ReduceOp::RedOpType name;
   void (*combine)(at::Tensor& into, const at::Tensor& piece);
 };
 
-Reduction reduction(ReduceOp op) {
+BackendReduction backend_reduction(ReduceOp op) {
   switch (op) {
     case ReduceOp::Product:
       return {c10d::ReduceOp::PRODUCT, [](auto& into, auto& piece) { into.mul_(piece); }};
@@ -263,7 +264,7 @@ bool is_bitwise(ReduceOp op) {
 
 // Every rank gathers and combines all summands, in the same order: for an `op` that the backend does not support, and for few
 // bytes.
-InFlight reduce_by_gathering(const GroupCall& call, at::Tensor& buffer, ReduceOp op) {
+InFlight reduce_by_gathering(const ProcessGroupCall& call, at::Tensor& buffer, ReduceOp op) {
   const auto n = call.mesh.size(call.where.mesh_dim);
   const auto all = at::empty({n, buffer.numel()}, buffer.options()), bytes = as_bytes(all);
   auto pieces = all.unbind();
@@ -271,7 +272,7 @@ InFlight reduce_by_gathering(const GroupCall& call, at::Tensor& buffer, ReduceOp
   auto gathered = gather_from(call, bytes.chunk(n), bytes);
   buffer = pieces[0].view(buffer.sizes());
   gathered.then(
-      [pieces, combine = reduction(op).combine]() mutable {
+      [pieces, combine = backend_reduction(op).combine]() mutable {
         for (size_t c = 1; c < pieces.size(); ++c) {
           combine(pieces[0], pieces[c]);
         }
@@ -280,10 +281,10 @@ InFlight reduce_by_gathering(const GroupCall& call, at::Tensor& buffer, ReduceOp
   return gathered;
 }
 
-InFlight reduce_at_once(const GroupCall& call, const at::Tensor& buffer, ReduceOp op) {
+InFlight reduce_at_once(const ProcessGroupCall& call, const at::Tensor& buffer, ReduceOp op) {
   std::vector<at::Tensor> tensors{buffer};
   c10d::AllreduceOptions options;
-  options.reduceOp = reduction(op).name;
+  options.reduceOp = backend_reduction(op).name;
   auto work = call.make([&](auto& group) { return group.allreduce(tensors, options); });
   return call.in_flight({std::move(work)}, std::move(tensors));
 }
@@ -291,7 +292,7 @@ InFlight reduce_at_once(const GroupCall& call, const at::Tensor& buffer, ReduceO
 InFlight reduce(const Collective& c) {
   auto buffer = reducible(c.out, c.op);
   const auto bytes = static_cast<int64_t>(buffer.nbytes());
-  GroupCall call(c, bytes);
+  ProcessGroupCall call(c, bytes);
   call.enter([&] { return c10::get_hash(c.op, c.out.scalar_type(), c.out.numel()); });
   const auto n = c.mesh->size(c.mesh_dim);
   const auto op = backend_op(c.op, c.out.scalar_type());
@@ -310,7 +311,7 @@ InFlight reduce(const Collective& c) {
 
 InFlight sum_apart(const Collective& c) {
   const auto n = c.out.numel(), ranks = c.mesh->size(c.mesh_dim), me = c.me();
-  GroupCall call(c, static_cast<int64_t>(c.out.nbytes()));
+  ProcessGroupCall call(c, static_cast<int64_t>(c.out.nbytes()));
   call.enter([&] { return c10::get_hash(kTagApart, c.out.scalar_type(), n); });
   call.where.ticket.by_messages = true;
   const auto all = at::empty({ranks * n}, c.out.options());
@@ -338,10 +339,10 @@ InFlight sum_apart(const Collective& c) {
 
 InFlight reduce_scatter(const Collective& c) {
   c10d::ReduceScatterOptions options;
-  options.reduceOp = reduction(backend_op(c.op, c.in.scalar_type())).name;
+  options.reduceOp = backend_reduction(backend_op(c.op, c.in.scalar_type())).name;
   auto input = c.in.view(-1), output = c.out.view(-1);
   const auto numel = c10::sum_integers(c.in_sizes);
-  GroupCall call(c, (numel - c.out.numel()) * static_cast<int64_t>(c.out.element_size()));
+  ProcessGroupCall call(c, (numel - c.out.numel()) * static_cast<int64_t>(c.out.element_size()));
   call.enter([&] { return c10::get_hash(c.op, c.in.scalar_type(), numel); });
   WorkPtr work;
   if (std::equal(c.in_sizes.begin() + 1, c.in_sizes.end(), c.in_sizes.begin())) {
@@ -364,12 +365,12 @@ InFlight reduce_scatter(const Collective& c) {
 
 // ---- exchanges ----
 
-WorkPtr exchange_bytes(const GroupCall& call, Collective& c) {
+WorkPtr exchange_bytes(const ProcessGroupCall& call, Collective& c) {
   return call.make([&](auto& group) { return (group.*kExchange)(c.out, c.in, c.out_sizes, c.in_sizes, {}); });
 }
 
 // Between all ranks of the group; all of them call. Gaps travel too: the call takes sizes and no starts.
-InFlight exchange_with_all(const GroupCall& call, Collective c) {
+InFlight exchange_with_all(const ProcessGroupCall& call, Collective c) {
   for (auto* sizes : {&c.out_sizes, &c.in_sizes}) {
     std::transform(sizes->begin(), sizes->end(), sizes->begin(), [&](int64_t n) { return rounded_up(n, c.spacing); });
   }
@@ -379,7 +380,7 @@ InFlight exchange_with_all(const GroupCall& call, Collective c) {
 
 // Message by message, in an order that cannot deadlock even if a backend does them one after the other: pairs of ranks in
 // ascending order, the lower rank sends first. In one batch only if the backend supports it. This rank's own part is copied.
-InFlight exchange_with_peers(const GroupCall& call, const Collective& c, at::IntArrayRef peers) {
+InFlight exchange_with_peers(const ProcessGroupCall& call, const Collective& c, at::IntArrayRef peers) {
   const auto me = call.group->getRank();
   MessageBatch messages(call);
   int64_t out_at = 0, in_at = 0;
@@ -403,7 +404,7 @@ InFlight exchange_with_peers(const GroupCall& call, const Collective& c, at::Int
 }
 
 // exchange_with_all() of parts in the order of the coordinates, if the group's ranks have another order.
-InFlight exchange_reordered(const GroupCall& call, const Collective& c) {
+InFlight exchange_reordered(const ProcessGroupCall& call, const Collective& c) {
   auto moved = c;
   moved.out = at::empty_like(c.out);
   moved.out_sizes = in_group_order(c.out_sizes, call.mesh, c.mesh_dim);
@@ -424,7 +425,7 @@ InFlight exchange_reordered(const GroupCall& call, const Collective& c) {
 }
 
 InFlight exchange(const Collective& c) {
-  GroupCall call(c, c10::sum_integers(c.in_sizes) - c.in_sizes[c.me()]);
+  ProcessGroupCall call(c, c10::sum_integers(c.in_sizes) - c.in_sizes[c.me()]);
   call.enter([&] { return c10::get_hash(c.dtype); });
   if (call.rules.batches && call.may_call_some()) {
     return exchange_with_peers(call, c, group_ranks(call.mesh, c.mesh_dim));
@@ -434,7 +435,7 @@ InFlight exchange(const Collective& c) {
 
 InFlight send(Collective& c) {
   const bool all = all_ranks_call(c);
-  GroupCall call(c, c10::sum_integers(c.in_sizes));
+  ProcessGroupCall call(c, c10::sum_integers(c.in_sizes));
   const bool in_a_batch = call.rules.batches && call.may_call_some();
   if (all && !in_a_batch) {
     call.enter([&] { return c10::get_hash(c.dtype); });
@@ -467,13 +468,13 @@ InFlight send(Collective& c) {
 // ---- from one rank to all ----
 
 void broadcast_now(const Collective& c) {
-  GroupCall call(c, c.me() == c.from ? c.out.numel() : 0);
+  ProcessGroupCall call(c, c.me() == c.from ? c.out.numel() : 0);
   call.enter([&] { return c10::get_hash(c.from, c.dtype, c.out.numel()); }, /*needs_all=*/false);
   wait(call.where, broadcast_from(call, c.out, c.from));
 }
 
 // Sends directly from the pieces: nothing is packed, and ranks that get nothing make no call.
-void scatter_by_sends(const GroupCall& call, const Collective& c) {
+void scatter_by_sends(const ProcessGroupCall& call, const Collective& c) {
   MessageBatch messages(call);
   const auto me = c.me(), n = me == c.from ? static_cast<int64_t>(c.pieces.size()) : 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -490,7 +491,7 @@ void scatter_by_sends(const GroupCall& call, const Collective& c) {
 
 // One packed buffer on the rank that sends. Every rank calls, even if it receives nothing: ranks may not know that another's
 // piece is empty.
-void scatter_by_exchange(const GroupCall& call, const Collective& c, int64_t sent) {
+void scatter_by_exchange(const ProcessGroupCall& call, const Collective& c, int64_t sent) {
   const std::vector<int64_t> none(c.mesh->size(c.mesh_dim), 0);
   Collective parcel{
       .kind = CollectiveKind::AllToAll,
@@ -521,14 +522,14 @@ void scatter_now(const Collective& c) {
   for (size_t i = 0; c.me() == c.from && i < c.pieces.size(); ++i) {
     sent += static_cast<int64_t>(i) == c.from ? 0 : static_cast<int64_t>(c.pieces[i].nbytes());
   }
-  GroupCall call(c, sent);
+  ProcessGroupCall call(c, sent);
   call.enter([&] { return c10::get_hash(c.from, c.dtype); }, /*needs_all=*/false);
   call.where.ticket.by_messages = call.rules.sends;
   call.rules.sends ? scatter_by_sends(call, c) : scatter_by_exchange(call, c, sent);
 }
 
-// A call as a whole. A rank that fails before it has begun leaves it out.
-InFlight to_the_end(const Collective& c, void (*run)(const Collective&)) {
+// Makes a collective and waits for its end. A rank that fails before the collective has begun skips it.
+InFlight run_blocking(const Collective& c, void (*run)(const Collective&)) {
   const auto before = begun();
   with_error_context(
       *c.mesh, [&] { return CollectiveCall(c).call(); }, [&] { run(c); },
@@ -561,9 +562,9 @@ InFlight call_group(Collective c) {
     case CollectiveKind::ReduceScatter:
       return reduce_scatter(c);
     case CollectiveKind::Broadcast:
-      return to_the_end(c, broadcast_now);
+      return run_blocking(c, broadcast_now);
     default:
-      return to_the_end(c, scatter_now);
+      return run_blocking(c, scatter_now);
   }
 }
 

@@ -6,10 +6,10 @@
 
 namespace shardtensor::comm {
 
-// Calls the process group. All that is not reduced is in bytes.
+// Calls the process group. The tensors are bytes unless the collective reduces.
 InFlight call_group(Collective c);
 
-// Whether all ranks of the default group make this call between any ranks. Then sizes may be listed for each of them.
+// Whether all ranks of the default group make this AllToAll between any ranks. Then its sizes can be listed for all of them.
 bool all_ranks_call(const Collective& c);
 std::vector<int64_t> sizes_by_rank(at::IntArrayRef sizes, at::IntArrayRef peers, int64_t ranks);
 

@@ -21,7 +21,8 @@ bool alike(const Collective& a, const Collective& b) {
 
 } // namespace
 
-// One call that several collectives share. The first that waits, waits for the call; an error is raised for each of them.
+// One call that several collectives share. The first of them that waits does so for all; if the call fails, each of them raises
+// the error.
 struct CoalescedCalls::SharedCall {
   std::mutex mutex;
   InFlight rest;
@@ -37,7 +38,7 @@ struct CoalescedCalls::SharedCall {
       try {
         rest.wait_on_each_stream(used);
       } catch (...) {
-        if (rest) { // not now, but later
+        if (rest) { // a CUDA graph is being captured: the caller may wait again later
           throw;
         }
         error = std::current_exception();

@@ -9,9 +9,9 @@
 
 namespace shardtensor::comm {
 
-// While it is open, this thread's collectives (start() in comm.h) are only noted. go() closes it and makes one call
-// for all that have the same kind, mesh and mesh dim; for reductions also the same op and dtype. After that, what they return may
-// be waited for, in any order, on any threads and streams; or dropped. All ranks note the same collectives in the same order.
+// While it is open, this thread's collectives (start() in comm.h) are only queued. go() closes it and makes one call for all that
+// have the same kind, mesh and mesh dim; for reductions also the same op and dtype. After that, the results of start() may be
+// waited for, in any order, on any threads and streams; or dropped. All ranks queue the same collectives in the same order.
 //
 // The data of several collectives is copied into one send buffer and out of one receive buffer, at multiples of 16 bytes
 // (kStart in bytes.h) unless it is reduced. A collective with no partner is called as usual.
@@ -23,7 +23,7 @@ class CoalescedCalls {
   CoalescedCalls& operator=(const CoalescedCalls&) = delete;
   void go();
 
-  // The one that this thread has open, or null.
+  // This thread's open CoalescedCalls, or null.
   static CoalescedCalls* open();
   InFlight note(Collective c);
 

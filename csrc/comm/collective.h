@@ -22,7 +22,8 @@ namespace shardtensor::comm {
 //   part has a size, the same in both, it is copied. With mesh_dim -1, between any ranks, of any meshes: the parts are those for
 //   `peers`, global ranks in ascending order, without this rank. If the callers are not all ranks of the default group, only
 //   peers need to call.
-// - ReduceScatter, only if adds_up(): `in` holds this rank's summands of all coordinates' pieces, one after the other; `out`
+// - ReduceScatter, only if can_reduce_scatter(): `in` holds this rank's summands of all coordinates' pieces, one after the other;
+// `out`
 //   becomes this rank's piece.
 // - Broadcast: `out`, from coordinate `from`.
 // - Scatter: `out` receives this rank's piece of `pieces`, which is read only on coordinate `from`.
@@ -33,15 +34,16 @@ struct Collective {
   ReduceOp op = ReduceOp::Sum;
   at::Tensor in, out;
   std::vector<int64_t> in_sizes, out_sizes;
-  // Parts start at multiples of so many elements. In AllToAll of both buffers; along a mesh dim, ranks may differ.
+  // Only AllToAll: in both buffers, parts start at multiples of this many elements. Along a mesh dim, ranks may differ in it.
   int64_t spacing = 1;
   std::vector<at::Tensor> pieces;
   std::vector<int64_t> peers;
   int64_t callers = 0;      // how many ranks make this call, peers or not
   int64_t from = 0;         // a coordinate
   bool of_summands = false; // an AllToAll that is counted as a reduce-scatter
-  // AllReduce of a few numbers in main memory by messages of each rank to each other that meet no other collective's data: a rank
-  // that makes such a sum alone does not disturb what it makes next. The n-th of a rank meets the n-th of the others.
+  // AllReduce of a few numbers in main memory. Each rank sends them to each other rank, in messages that no other collective can
+  // receive: if a rank makes such a call alone, its next collectives are not disturbed. A rank's n-th such call receives from the
+  // others' n-th.
   bool apart = false;
   at::ScalarType dtype = at::kByte; // set by start(): of the tensors before they became bytes
 
@@ -57,7 +59,7 @@ struct Collective {
   int64_t me() const {
     return mesh->coordinate()[mesh_dim];
   }
-  // One of the tensors, which says whether there are values, and on which device.
+  // One of the tensors. All are on its device, and all have values if it has.
   const at::Tensor& local() const {
     return in.defined() ? in : out;
   }

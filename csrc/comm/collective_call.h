@@ -1,4 +1,4 @@
-// One call to a process group: what it is for errors, and waiting for it.
+// One call to a process group: how errors name it, and how to wait for it.
 #pragma once
 
 #include "comm/collective.h"
@@ -32,7 +32,7 @@ struct CollectiveCall {
 
 // Whether this thread is inside a call from comm/ to a process group.
 bool is_calling();
-// While one is alive, it is.
+// While one is alive, is_calling() is true on this thread.
 class BackendCallGuard {
  public:
   BackendCallGuard();
@@ -41,9 +41,9 @@ class BackendCallGuard {
   BackendCallGuard& operator=(const BackendCallGuard&) = delete;
 };
 
-// Adds the call to the context of errors. c10's errors keep their class; the backends' own become torch.distributed's. Releases
-// the GIL: Gloo's threads drop earlier works under a lock that a new call needs, and dropping a tensor with a Python object
-// needs the GIL.
+// Runs `run`, which calls the process group. Adds the call to the context of errors: c10's errors keep their class, and a
+// backend's own errors become torch.distributed's. Releases the GIL: Gloo's threads drop earlier works under a lock that a new
+// call needs, and dropping a tensor with a Python object needs the GIL.
 template <typename F>
 auto guarded(const CollectiveCall& where, F&& run) {
   const BackendCallGuard calling;

@@ -36,13 +36,13 @@ bool needs_no_other(const Collective& c) {
   return c.is_between_any() ? c.callers == 1 : is_alone(*c.mesh, c.mesh_dim);
 }
 
-// Whether this rank has a part of its own that goes from one tensor to another.
+// Whether this rank's own part has to be copied from one tensor to another.
 bool has_own_part(const Collective& c) {
   return c.kind == CollectiveKind::AllGather || c.kind == CollectiveKind::Scatter ||
          (c.kind == CollectiveKind::AllToAll && !c.is_between_any());
 }
 
-// Where gathered pieces lie. They are listed unless the backend takes the whole.
+// Lists the places of the gathered pieces, unless the backend takes the whole buffer.
 void list_pieces(Collective& c) {
   c.out = c.out.view(-1);
   const bool of_one_size = std::equal(c.out_sizes.begin() + 1, c.out_sizes.end(), c.out_sizes.begin());
@@ -210,7 +210,7 @@ bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) 
          backend_along(mesh, mesh_dim, mine.device(), "all_gather").gathers;
 }
 
-bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+bool can_reduce_scatter(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
   return is_called(summand, mesh, mesh_dim) && !mesh.is_reordered(mesh_dim) &&
          scatters(backend_along(mesh, mesh_dim, summand.device(), "reduce_scatter"), summand.scalar_type(), op);
 }

@@ -36,7 +36,7 @@ std::vector<std::string> gathered(const std::string& text, const Mesh& mesh, uin
 } // namespace
 
 std::string by_rank(const std::string& text, const Mesh& mesh, uint64_t over) {
-  std::vector<std::string> texts; // in the order in which they come first
+  std::vector<std::string> texts; // in the order of their first appearance
   std::map<std::string, std::vector<std::string>> ranks;
   for (const auto& both : gathered(c10::str(mesh.rank(), ":", text), mesh, over)) {
     std::istringstream in(both);

@@ -14,7 +14,7 @@ namespace shardtensor::comm {
 
 constexpr uint64_t kAllDims = ~uint64_t{0};
 
-// The largest of each number.
+// For each of the numbers, the largest that any rank has.
 template <size_t n>
 std::array<int64_t, n> largest(const Mesh& mesh, const std::array<int64_t, n>& mine, uint64_t over) {
   auto values = at::tensor(at::ArrayRef<int64_t>(mine), at::kLong).to(device_of(mesh));
@@ -25,7 +25,7 @@ std::array<int64_t, n> largest(const Mesh& mesh, const std::array<int64_t, n>& m
   return out;
 }
 
-// Each rank's text, cut to a thousand bytes or so: a line for each different one, with the ranks that gave it.
+// A line for each different text, cut to about a thousand bytes, with the ranks that gave it.
 std::string by_rank(const std::string& text, const Mesh& mesh, uint64_t over);
 
 // Empty if all ranks gave the same text. If not: by_rank(), with the lines of the user's scripts.

@@ -1,4 +1,4 @@
-// What is known of every collective before it is made: who is told, and how many there were.
+// Counts collectives, and tells the observer of each one before it is made.
 #pragma once
 
 #include "comm/collective.h"
@@ -32,7 +32,7 @@ class UncountedGuard {
 
 // Tells on_collective what is about to be called, even if this rank has nothing to send.
 void tell(const Collective& c, int64_t bytes);
-// The same, and counts it. The call lasts as long as what this returns.
+// The same, and counts it. Profilers show the call for as long as the returned Range lives.
 [[nodiscard]] Range begin(const Collective& c, int64_t bytes);
 
 } // namespace shardtensor::comm

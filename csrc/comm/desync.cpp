@@ -674,7 +674,7 @@ int64_t begun() {
   return desync::t_begun;
 }
 
-int64_t epoch() {
+int64_t group_generation() {
   return desync::g_epoch;
 }
 

@@ -14,9 +14,9 @@ namespace shardtensor::comm {
 
 // The tensor that moves. Non-owning.
 struct MoveContext {
-  const Layout* from = nullptr; // null: something else
+  const Layout* from = nullptr; // null: the frame is no move
   const Layout* to = nullptr;
-  size_t tensors = 1; // together; `from` and `to` are the first's
+  size_t tensors = 1; // how many move together; `from` and `to` are those of the first
 };
 
 // One level of what this thread is doing: an op, or a move that communicates. Its text is made only when it is needed.
@@ -51,8 +51,8 @@ void tell_failure(const std::string& doing, const Mesh& mesh, uint64_t due) noex
 // How many collectives this thread has begun.
 int64_t begun();
 
-// Runs `run`, which communicates. If it fails, the error keeps its class and gets the text and the rank as context. The text
-// must be the same on all ranks: ranks that fail alike then need not wait for each other. due(): see above.
+// Runs `run`, which communicates. If it fails, the error keeps its class and gets the text and the rank as context. The text must
+// be the same on all ranks: ranks that fail alike then need not wait for each other. due(): see tell_failure().
 template <typename Run, typename Text, typename Due>
 decltype(auto) with_error_context(const Mesh& mesh, const Text& text, const Run& run, const Due& due, MoveContext move = {}) {
   const Frame frame(text, move);

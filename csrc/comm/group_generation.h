@@ -6,6 +6,6 @@
 
 namespace shardtensor::comm {
 
-int64_t epoch();
+int64_t group_generation();
 
 } // namespace shardtensor::comm

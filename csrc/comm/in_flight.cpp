@@ -124,7 +124,7 @@ class DroppedWorks {
   int64_t count() const {
     return count_.load(std::memory_order_relaxed);
   }
-  void let_arrive() {
+  void drain_dropped() {
     const NoGilGuard released;
     const auto end = std::chrono::steady_clock::now() + 2s;
     for (; count() > 0 && !is_forked() && std::chrono::steady_clock::now() < end; std::this_thread::sleep_for(1ms)) {
@@ -352,15 +352,15 @@ bool may_be_capturing(const at::Tensor& t) {
 #endif
 }
 
-void let_arrive() {
-  DroppedWorks::get().let_arrive();
+void drain_dropped() {
+  DroppedWorks::get().drain_dropped();
 }
 
-int64_t left_in_flight() {
+int64_t dropped_in_flight() {
   return DroppedWorks::get().count();
 }
 
-void keep_what_is_left() {
+void stop_freeing_dropped() {
   g_never_freed = true;
 }
 

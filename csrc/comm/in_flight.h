@@ -23,7 +23,7 @@ struct CollectiveCall;
 // wait() never communicates, so ranks may wait in any order. If an InFlight is dropped before its collective has ended, its
 // callbacks do not run, but its memory stays: peers may still need the data that it sends, and the backend still writes the
 // data that it receives. Buffers that the backend does not keep itself go to a list until the collective has ended (see
-// let_arrive()).
+// drain_dropped()).
 class InFlight {
  public:
   struct State;
@@ -65,15 +65,15 @@ InFlight started(
 // For a collective that shares one call with others: next() waits for that call. `used`: the tensors that it writes.
 InFlight share(const CollectiveCall& where, std::function<void()> next, const std::vector<at::Tensor>& used);
 
-// Whether the tensor's stream captures a graph, as far as torch tells: before 2.12 any stream might.
+// Whether the tensor's stream is capturing a CUDA graph. Before torch 2.12 this cannot be asked: true for all tensors on CUDA.
 bool may_be_capturing(const at::Tensor& t);
 
 // Waits until all dropped work has ended, but at most two seconds: call it before process groups are destroyed. It raises no
-// error; if peers never come, left_in_flight() is not 0.
-void let_arrive();
+// error; if peers never come, dropped_in_flight() is not 0.
+void drain_dropped();
 // How many dropped collectives are still in flight.
-int64_t left_in_flight();
+int64_t dropped_in_flight();
 // Stop freeing dropped work: freeing some of it needs the interpreter, which is shutting down.
-void keep_what_is_left();
+void stop_freeing_dropped();
 
 } // namespace shardtensor::comm

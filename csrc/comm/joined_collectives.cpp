@@ -1,4 +1,4 @@
-// The one collective that several become which were noted together.
+// Makes one collective of several that were queued together.
 #include "comm/bytes.h"
 #include "comm/coalescing.h"
 #include "comm/comm.h"
@@ -65,7 +65,7 @@ class PackedBuffer {
   int64_t start_, total_ = 0;
 };
 
-// The ranks that any of them names, in ascending order; without peers, all coordinates.
+// The peers of any of the collectives, in ascending order; if they have none, all coordinates.
 std::vector<int64_t> peers_of(const Collectives& all) {
   std::vector<int64_t> out;
   for (const auto& c : all) {
@@ -76,7 +76,8 @@ std::vector<int64_t> peers_of(const Collectives& all) {
   return out;
 }
 
-// The parts of all for (or from) one peer, then those for the next. `peer_sizes` becomes the length of each peer's, in bytes.
+// Orders the collectives' parts by peer: all parts for (or from) the first peer, then those of the next one. Sets `peer_sizes` to
+// the bytes per peer.
 PackedBuffer by_peer(
     const Collectives& all,
     at::Tensor Collective::*buffer,
@@ -107,7 +108,7 @@ PackedBuffer by_peer(
   return out;
 }
 
-// The buffers of all, one after the other; without gaps, which would be reduced too.
+// The output buffers of the collectives, one after the other. There are no gaps, since they would be reduced too.
 PackedBuffer outputs_of(const Collectives& all) {
   PackedBuffer out(1);
   for (const auto& c : all) {
@@ -117,7 +118,7 @@ PackedBuffer outputs_of(const Collectives& all) {
 }
 
 // Several collectives as one. Its `out` holds what they receive.
-struct Merged {
+struct MergedCollective {
   Collective one;
   PackedBuffer received;
 };
@@ -126,14 +127,14 @@ at::Tensor empty_for(const PackedBuffer& parts, const at::Tensor& like) {
   return at::empty({parts.total() / static_cast<int64_t>(like.element_size())}, like.options());
 }
 
-Merged merged_reduces(const Collectives& all) {
-  Merged out{all[0], outputs_of(all)};
+MergedCollective merged_reduces(const Collectives& all) {
+  MergedCollective out{all[0], outputs_of(all)};
   out.one.out = empty_for(out.received, all[0].out);
   out.received.pack(as_bytes(out.one.out));
   return out;
 }
 
-Merged merged_gathers(const Collectives& all) {
+MergedCollective merged_gathers(const Collectives& all) {
   const auto& first = all[0];
   PackedBuffer parts(kStart), mine(kStart);
   std::vector<int64_t> sizes;
@@ -147,7 +148,7 @@ Merged merged_gathers(const Collectives& all) {
   for (const auto& c : all) {
     mine.add(c.in, 0, c.in.numel());
   }
-  Merged out{first, std::move(parts)};
+  MergedCollective out{first, std::move(parts)};
   out.one.out = empty_for(out.received, first.in);
   out.one.pieces = out.one.out.split_with_sizes(sizes);
   out.one.in = out.one.pieces[first.me()];
@@ -156,8 +157,8 @@ Merged merged_gathers(const Collectives& all) {
 }
 
 // Between the coordinates of a mesh dim, or between peers.
-Merged merged_exchanges(const Collectives& all) {
-  Merged out{all[0], PackedBuffer(kStart)};
+MergedCollective merged_exchanges(const Collectives& all) {
+  MergedCollective out{all[0], PackedBuffer(kStart)};
   auto& one = out.one;
   one.peers = peers_of(all);
   one.in_sizes.clear();
@@ -170,8 +171,8 @@ Merged merged_exchanges(const Collectives& all) {
   return out;
 }
 
-Merged merged_reduce_scatters(const Collectives& all) {
-  Merged out{all[0], outputs_of(all)};
+MergedCollective merged_reduce_scatters(const Collectives& all) {
+  MergedCollective out{all[0], outputs_of(all)};
   auto& one = out.one;
   one.in_sizes.clear();
   const auto sent = by_peer(all, &Collective::in, &Collective::in_sizes, {}, 1, one.in_sizes);
@@ -184,7 +185,7 @@ Merged merged_reduce_scatters(const Collectives& all) {
   return out;
 }
 
-Merged merged(const Collectives& all) {
+MergedCollective merged(const Collectives& all) {
   switch (all[0].kind) {
     case CollectiveKind::AllReduce:
       return merged_reduces(all);

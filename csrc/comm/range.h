@@ -29,7 +29,7 @@ class Range {
   std::optional<at::RecordFunction> ours_, torchs_;
 };
 
-// Makes the name of a range, of name_of(kind), moving_now() and bytes. Set at import.
+// Makes the name of a range from name_of(kind), moving_now() and bytes. Set at import.
 inline Observer<std::string(const char* kind, const std::string& move, int64_t bytes)> range_name;
 
 } // namespace shardtensor::comm

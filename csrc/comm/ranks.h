@@ -9,7 +9,8 @@
 
 namespace shardtensor::comm {
 
-// The name of the group along the mesh dim, or of the default group (-1). Raises if there is none; `what` would call it.
+// The name of the group along the mesh dim, or of the default group (-1). Raises if there is none; `what`: the collective that
+// needs it, for the error.
 const std::string& group_name(const Mesh& mesh, int64_t mesh_dim, const char* what);
 
 // The number of ranks of the default group that the mesh was made with; 0 without one.

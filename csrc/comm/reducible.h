@@ -10,7 +10,7 @@ namespace shardtensor::comm {
 
 // Whether the ranks can reduce values of the dtype by `op`.
 bool can_reduce(at::ScalarType dtype, ReduceOp op);
-// The op by which a backend reduces such values: without means, norms, and bits of bools.
+// The op that the backend gets: the sum for means and norms, and min, max or sum for bitwise ops on bools.
 ReduceOp backend_op(ReduceOp op, at::ScalarType dtype);
 // A tensor for the backend to reduce: it shares `t`'s memory or represents `t`.
 at::Tensor reducible(const at::Tensor& t, ReduceOp op);

@@ -127,7 +127,7 @@ at::Tensor all_gather(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim
   return reordered(as_it_was(out, mine.scalar_type()), mesh, mesh_dim, /*to_coordinates=*/true);
 }
 
-bool adds_up(ReduceOp op, at::ScalarType dtype) {
+bool can_reduce_scatter(ReduceOp op, at::ScalarType dtype) {
   return (op == ReduceOp::Sum || op == ReduceOp::Avg) && c10::isFloatingType(dtype) && !c10::isFloat8Type(dtype);
 }
 

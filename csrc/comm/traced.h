@@ -17,7 +17,7 @@ at::Tensor all_gather(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim
 // The reverse: `in` holds this rank's summands of all coordinates' pieces, of one shape, concatenated along dim 0. Only Sum and
 // Avg.
 at::Tensor reduce_scatter(const at::Tensor& in, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
-bool adds_up(ReduceOp op, at::ScalarType dtype);
+bool can_reduce_scatter(ReduceOp op, at::ScalarType dtype);
 
 // `in`, 1-d, holds the parts for each coordinate; the result holds the parts from each.
 at::Tensor all_to_all(

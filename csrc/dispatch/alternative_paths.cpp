@@ -25,7 +25,7 @@ DimOrder order_of_result(const Op& op, Stack& stack) {
   const auto base = stack.size() - op.kinds.size();
   const auto refs = collect(op, stack, base);
   const auto ask = [&] {
-    const auto call = laid_out(op, stack, base, refs);
+    const auto call = probe_results(op, stack, base, refs);
     return call ? order_with_ones((*call)[0].toTensor().sizes(), (*call)[0].toTensor().strides()) : DimOrder();
   };
   if (any_symbolic(refs)) {
@@ -73,7 +73,7 @@ void decompose(const Op& op, Stack* stack) {
 
 } // namespace
 
-void handle_specially(const Op& op, Stack* stack) {
+void take_alternative_path(const Op& op, Stack* stack) {
   if (op.is(rules::Way::Lists)) {
     return handle_lists(op, stack);
   }

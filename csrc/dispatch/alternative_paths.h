@@ -7,9 +7,9 @@
 
 namespace shardtensor {
 
-inline bool is_special(const Op& op) {
+inline bool has_alternative_path(const Op& op) {
   return op.is(rules::Way::Lists) || (op.entry && (op.entry->options.calls || op.entry->runs_as_other_ops()));
 }
-void handle_specially(const Op& op, torch::jit::Stack* stack);
+void take_alternative_path(const Op& op, torch::jit::Stack* stack);
 
 } // namespace shardtensor

@@ -1,4 +1,4 @@
-// Solutions by their keys: a table per op and thread, so that nothing is locked.
+// Cached solutions by key: one table per op and thread, so that nothing is locked.
 #pragma once
 
 #include "dispatch/key.h"

@@ -54,7 +54,7 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
 
 // A rank outside the mesh does not run the op: its results have empty pieces (0 for a number) and the same global sizes as on
 // other ranks.
-void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
+void run_outside_mesh(const Op& op, Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   const auto& mesh = solution.replicated->mesh();
   const auto& returns = op.schema().returns();
   if (returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::BoolType) {
@@ -72,7 +72,7 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
         kind_of(*value.type()) != ArgKind::Other, op.name, ": rank ", mesh.rank(), " is not in ", mesh.str(),
         ", so it has no value to return; call this only on that mesh's ranks");
   }
-  auto made = results_aside(op, stack, base, refs, mesh);
+  auto made = results_outside_mesh(op, stack, base, refs, mesh);
   const ShardTensorImpl* view_of = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   const auto device = refs[0].impl ? refs[0].impl->local().device() : refs[0].tensor->device();
   size_t nth = 0;
@@ -204,8 +204,8 @@ void run_on_pieces(
   }
 }
 
-// Where this rank has nothing to fetch, a result may be an operand's piece itself, or a view of it. Whoever writes the result
-// must not write that: on other ranks it is a copy.
+// If this rank has nothing to fetch, a result may be an operand's piece, or a view of it. On other ranks the result is a copy, so
+// it is copied here too: a write to the result must not write the operand.
 void copy_what_is_shared(const Op& op, Stack& stack, const Refs& refs) {
   change_results(op, stack, [&](const at::Tensor& t) {
     const bool shared =
@@ -255,7 +255,7 @@ void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution
 void run_call(const Op& op, Stack& stack, Refs& refs, const SolutionPtr& solution) {
   const auto base = stack.size() - op.kinds.size();
   if (C10_UNLIKELY(!solution->replicated->mesh().has_this_rank())) {
-    return stand_aside(op, stack, base, refs, *solution);
+    return run_outside_mesh(op, stack, base, refs, *solution);
   }
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   c10::SmallVector<IValue, 4> kept;

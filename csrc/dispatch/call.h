@@ -12,7 +12,7 @@ namespace shardtensor {
 // Runs a whole call on boxed arguments and replaces them by the results.
 void handle(const Op& op, torch::jit::Stack* stack);
 
-// The rest of it, once the call's tensors are checked and its solution is found. `refs` may point outside of the stack.
+// The rest of handle(), once the call's tensors are checked and its solution is found. `refs` may point outside of the stack.
 void run_call(const Op& op, torch::jit::Stack& stack, Refs& refs, const rules::SolutionPtr& solution);
 
 // Runs the op, or its rule's kernel instead, on a stack whose last arguments are local tensors: `locals`.

@@ -40,10 +40,10 @@ uint64_t combined(uint64_t a, uint64_t b) {
 uint64_t next_in_history(const Mesh& mesh, int64_t mesh_dim, uint64_t identity) {
   static auto* mutex = new std::mutex();
   static auto* histories = new std::unordered_map<uint64_t, uint64_t>(); // by rank (threads may be ranks) and name of the group
-  static int64_t epoch = 0;
+  static int64_t generation = 0;
   const auto key = combined(mesh.rank(), std::hash<std::string>()(mesh.group(mesh_dim)));
   const std::lock_guard<std::mutex> lock(*mutex);
-  if (std::exchange(epoch, comm::epoch()) != comm::epoch()) {
+  if (std::exchange(generation, comm::group_generation()) != comm::group_generation()) {
     histories->clear();
   }
   auto& history = (*histories)[key];
@@ -211,9 +211,11 @@ void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& repli
   const bool sends = layout.any_mesh_dim([&](int64_t m) { return sends_along(layout, m); });
   comm::InFlight rest;
   auto reduced = errors::while_doing(op, [&] {
-    return !sends                                     ? local.clone()
-           : c10::isFloatingType(local.scalar_type()) ? start_with_identity<double>(op, local, layout, replicated, rest)
-                                                      : start_with_identity<int64_t>(op, local, layout, replicated, rest);
+    if (!sends) {
+      return local.clone();
+    }
+    const auto start = c10::isFloatingType(local.scalar_type()) ? start_with_identity<double> : start_with_identity<int64_t>;
+    return start(op, local, layout, replicated, rest);
   });
   keep_sum_ahead(impl, reduced, replicated, std::move(rest));
 }

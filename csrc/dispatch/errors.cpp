@@ -71,8 +71,8 @@ void different_meshes(const Op& op, const Layout& a, const Layout& b) {
       a.mesh().rank(), ". Redistribute one of them first.");
 }
 
-void sizes_differ(const Op& op, const Place& a, const Place& b, const Mesh& mesh) {
-  const auto text = [&](const Place& p) {
+void sizes_differ(const Op& op, const ArgumentDim& a, const ArgumentDim& b, const Mesh& mesh) {
+  const auto text = [&](const ArgumentDim& p) {
     return c10::str(
         "'", argument_name(op, p.arg), "' (", p.tensor.sym_size(p.dim), ") at dim ", p.dim, " of sizes ", p.tensor.sym_sizes());
   };

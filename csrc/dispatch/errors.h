@@ -11,12 +11,12 @@ std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t);
 [[noreturn]] void plain_tensor(const Op& op, int64_t arg, const at::Tensor& t);
 [[noreturn]] void different_meshes(const Op& op, const Layout& a, const Layout& b);
 // A dim of one of two arguments whose sizes must agree but do not.
-struct Place {
+struct ArgumentDim {
   int64_t arg;
   const at::Tensor& tensor;
   int64_t dim;
 };
-[[noreturn]] void sizes_differ(const Op& op, const Place& a, const Place& b, const Mesh& mesh);
+[[noreturn]] void sizes_differ(const Op& op, const ArgumentDim& a, const ArgumentDim& b, const Mesh& mesh);
 [[noreturn]] void refused(const Op& op, const std::string& why, const rules::Call& call);
 // Raises if the op does not take the dtype of its first tensor.
 void check_taken(const Op& op, const rules::Call& call);

@@ -31,7 +31,7 @@ void run_usual(const Op& op, c10::DispatchKeySet, Stack* stack) {
   handle(op, stack);
 }
 void run_special(const Op& op, c10::DispatchKeySet, Stack* stack) {
-  handle_specially(op, stack);
+  take_alternative_path(op, stack);
 }
 
 // The schemas of collectives do not say what they write, and on gathered copies a collective would do nothing.
@@ -81,9 +81,9 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
   handle(*op, stack);
 }
 
-// Ops of other libraries whose kernel is one for all backends. That kernel would come before the key's fallback and get the
-// ShardTensors themselves, so these have the fallback as a kernel of their own. If the op's definition goes away, this kernel
-// stays.
+// Ops of other libraries that have a kernel for all backends. That kernel would come before the key's fallback and get the
+// ShardTensors themselves, so the fallback is also registered as the op's own kernel. It stays registered if the op's definition
+// goes away.
 struct FallbackKernels {
   std::mutex mutex;
   std::unordered_map<std::string, c10::RegistrationHandleRAII> known;
@@ -108,7 +108,7 @@ bool takes_tensors(const c10::FunctionSchema& schema) {
 
 } // namespace
 
-void settle_op(const std::string& name, const std::string& overload) {
+void update_foreign_op(const std::string& name, const std::string& overload) {
   if (is_known(name)) {
     return;
   }
@@ -173,8 +173,8 @@ int64_t install_handler() {
     if (entry && entry->is_formula()) {
       at_key.impl(op.name.c_str(), entry->options.autograd(op));
     } else {
-      auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
-      on(kKey, typed ? std::move(*typed) : is_special(op) ? boxed<run_special>(op) : boxed<run_usual>(op));
+      auto typed = has_alternative_path(op) ? typed_list_kernel(op) : typed_kernel(op);
+      on(kKey, typed ? std::move(*typed) : has_alternative_path(op) ? boxed<run_special>(op) : boxed<run_usual>(op));
     }
     if (may_promote(op)) {
       auto recorder = typed_record(op);

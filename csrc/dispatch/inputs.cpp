@@ -65,7 +65,7 @@ MoveCause cause_of(const Op& op, const Ref& ref, const char* why) {
 
 namespace {
 
-// Whether two sizes agree of which one is a symbol at least; this adds a guard. A function of its own: its temporary symbols
+// Whether two sizes agree, of which at least one is a symbol; this adds a guard. A function of its own: its temporary symbols
 // would cost the usual case.
 C10_NOINLINE bool agree_in_graph(
     const at::Tensor& x, const Solution::MatchedDim& a, const at::Tensor& y, const Solution::MatchedDim& b) {
@@ -144,7 +144,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
       check_writable(op, r.arg, *r.tensor, r.impl);
       in_order = std::any_cast<rules::InPlaceOperand>(&solution.kernel_data);
       if (C10_LIKELY(!in_order)) {
-        check_apart(op, refs, i);
+        check_no_overlap(op, refs, i);
       }
     }
     const auto& need = solution.operands[i];

@@ -60,7 +60,8 @@ class Locals {
   c10::SmallVector<at::Tensor, 4> moved_;
 };
 
-// Why an argument moves. `why`: by default, what its rule says of operands.
+// Why an argument moves. `why`: by default, the reason that follows from the op's entry: it has no rule, needs whole inputs, or
+// its rule requires the layout.
 MoveCause cause_of(const Op& op, const Ref& ref, const char* why = nullptr);
 inline constexpr const char* kWrittenBack = "it was written under another layout";
 

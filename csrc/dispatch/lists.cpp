@@ -71,7 +71,7 @@ bool stays(const ListEntry& e) {
       continue;
     }
     lead = lead ? lead : &r;
-    if (!r.impl || !lies_with(*r.impl, *lead->impl)) {
+    if (!r.impl || !can_combine_locally(*r.impl, *lead->impl)) {
       return false;
     }
   }
@@ -159,7 +159,7 @@ void make_dense(ListEntry& e, std::vector<at::Tensor>& locals) {
   const auto is_one = [&](size_t i) { return locals[i].dim() > 0; };
   const auto lead = std::find_if(e.positions.begin(), e.positions.end(), is_one);
   if (lead == e.positions.end() || std::all_of(e.positions.begin(), e.positions.end(), [&](size_t i) {
-        return !is_one(i) || lie_alike(locals[i], locals[*lead]);
+        return !is_one(i) || same_dense_order(locals[i], locals[*lead]);
       })) {
     return;
   }

@@ -45,7 +45,7 @@ Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs, b
   return call;
 }
 
-Stack results_aside(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Mesh& mesh) {
+Stack results_outside_mesh(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Mesh& mesh) {
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   auto call = on_meta(op, stack, base, refs);
   try {
@@ -87,7 +87,7 @@ bool is_rare(const Ref& r) {
 
 // Only the op's kernel knows whether it takes such a dtype, and on an empty piece it would not raise. So all ranks run it on a
 // few elements.
-void ask_kernel(const Op& op, const Stack& stack, size_t base, const rules::Call& call, const Refs& refs) {
+void probe_dtype(const Op& op, const Stack& stack, size_t base, const rules::Call& call, const Refs& refs) {
   const auto listed = [](const Ref& r) { return r.index >= 0; };
   if (op.is_random || std::none_of(refs.begin(), refs.end(), is_rare) || std::any_of(refs.begin(), refs.end(), listed)) {
     return;
@@ -132,8 +132,8 @@ uint64_t ordering_arguments(const Op& op) {
   return out;
 }
 
-// Whether the op lays out a result of a few elements as one of many, for which torch's meta kernel in Python may have another
-// order: elementwise ops, and transforms, which have calls.
+// Whether the op lays out a result of few elements like one of many, while torch's meta kernel in Python may have another order:
+// elementwise ops, and transforms (which have Options::calls).
 bool runs_on_few(const Op& op) {
   const auto& options = op.entry->options;
   return (options.broadcasts || (options.calls && options.asks_order)) && !op.mutated && !op.is_random;
@@ -228,7 +228,7 @@ bool is_ordered_by_sizes(const at::Tensor& t) {
   return false;
 }
 
-std::optional<Stack> laid_out(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+std::optional<Stack> probe_results(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   c10::impl::ExcludeDispatchKeyGuard aside(kAside);
   const bool symbolic = any_symbolic(refs);
   for (const bool few : {true, false}) {
@@ -248,7 +248,7 @@ std::optional<Stack> laid_out(const Op& op, const Stack& stack, size_t base, con
 // torch decides the order of the results' dims. This calls its meta kernels, with the whole tensors' sizes and strides. Results
 // of an op without a meta kernel are contiguous. For some elementwise ops (copysign, floor_divide), and for transforms outside
 // of CUDA, torch's meta kernels in Python return another order than the op. So these ops themselves run on a few elements.
-void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
+void probe_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
   const auto format = op.schema().argumentIndexWithName("memory_format");
   const bool asks = op.entry->options.asks_order || (format && !stack[base + *format].isNone());
   if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Lists) ||
@@ -260,7 +260,7 @@ void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs,
     return;
   }
   solution.reads |= ordering_arguments(op);
-  const auto call = laid_out(op, stack, base, refs);
+  const auto call = probe_results(op, stack, base, refs);
   if (!call) {
     return;
   }

@@ -42,7 +42,7 @@ class AsReplicatedGuard {
 bool strict_mode();
 void set_strict_mode(bool strict);
 
-// All of these as one number; 0 if nothing was chosen.
+// All modes above as one number; 0 if none was set.
 int64_t state_of_modes();
 
 } // namespace shardtensor

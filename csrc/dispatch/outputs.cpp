@@ -202,7 +202,7 @@ typename In::List list_of(const SymSizes& numbers) {
   }
 }
 
-// What is left of wrap_result() if no other tensor's sizes and strides can be reused.
+// The general case of wrap_result(): no other tensor's sizes and strides can be reused.
 template <typename In>
 at::Tensor wrapped(
     at::Tensor local,
@@ -256,7 +256,7 @@ at::Tensor wrapped(
     }
     return out;
   };
-  // A graph lays out a view that had to move anew.
+  // In a graph, a view that had to move data gets new strides below.
   if (base && (!moved || form || (!symbols && result && result->geometry))) {
     auto found = form ? ViewFormIn<In>{list_of<In>(form->strides), In::of(form->offset)}
                       : form_of<In>(*result->geometry, *refs[0].tensor, sizes); // raises where torch would

@@ -15,7 +15,7 @@ struct ViewFormIn {
 };
 using ViewForm = ViewFormIn<Symbols>;
 
-// Whether a view's rule does not give its form, so that a meta tensor has to.
+// Whether the op makes views whose form its rule does not give, so that forms_of() must find it on a meta tensor.
 inline bool needs_forms(const Op& op, const rules::Solution& solution, const Refs& refs) {
   return (op.is_view || op.reshapes_self) && refs[0].impl && !solution.geometry;
 }

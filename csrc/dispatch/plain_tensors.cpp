@@ -99,7 +99,7 @@ void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Re
   });
 }
 
-bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {
+bool promote_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {
   const auto enters = [&](const Ref& r) {
     return needs_promotion(*r.tensor) && !(op.mutated >> r.arg & 1) && (!r.impl || r.index >= 0);
   };
@@ -109,7 +109,7 @@ bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs
   }
   check_plain(op, refs);
   const auto layout = Layout::replicated(mesh_of(op, refs));
-  replace_tensors(stack, base, refs, enters, [&](const Ref& r) { return entrance(*r.tensor, layout); });
+  replace_tensors(stack, base, refs, enters, [&](const Ref& r) { return promote(*r.tensor, layout); });
   return true;
 }
 
@@ -122,7 +122,7 @@ void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     op.handle.redispatchBoxed(below, stack);
     return;
   }
-  const bool entered = enter_plain(op, *stack, base, refs);
+  const bool entered = promote_plain(op, *stack, base, refs);
   give_tangents(op, *stack, base, entered ? collect(op, *stack, base) : refs);
   op.handle.redispatchBoxed(torchs_autograd(keys), stack);
 }

@@ -44,7 +44,7 @@ bool needs_promotion(const at::Tensor& t);
 // ShardTensors, which the graph connects to them.
 void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 // Replaces such tensors without calling the op; false if there are none.
-bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
+bool promote_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // If one operand has a tangent, gives all of them one: torch's formula would fill in zeros as plain tensors.
 void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
@@ -58,14 +58,15 @@ inline c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
 inline c10::DispatchKeySet torchs_autograd(c10::DispatchKeySet keys) {
   return (keys & c10::after_autograd_keyset).add(c10::DispatchKey::AutogradOther);
 }
-// Whether the call goes on at `below`, without autograd's kernel: it has nothing to record, and counts no versions of the op's
-// arguments. `tracked()`: whether any of them is_tracked().
+// Whether the call may go to `below` directly, without autograd's kernel: there is nothing to record, and no version counter to
+// increase. `tracked()`: whether any of them is_tracked().
 template <typename Tracked>
 bool skips_autograd(const Op& op, c10::DispatchKeySet below, const Tracked& tracked) {
   return !op.mutated && !op.is_view && !op.reshapes_self && below.highestPriorityTypeId() == kKey && !tracked();
 }
 
-// How a tensor for which needs_promotion() holds becomes one with the right gradient. A plain one gets the layout. Set at import.
-inline Observer<at::Tensor(const at::Tensor& t, const LayoutPtr& layout)> entrance;
+// Promotes a tensor for which needs_promotion() holds to one that brings the right gradient back. A plain tensor gets the layout.
+// Set at import.
+inline Observer<at::Tensor(const at::Tensor& t, const LayoutPtr& layout)> promote;
 
 } // namespace shardtensor

@@ -126,14 +126,14 @@ SolutionPtr new_solution(const Op& op, const Stack& stack, size_t base, const Re
   }
   if (has_rule) {
     errors::check_taken(op, call);
-    ask_kernel(op, stack, base, call, refs);
+    probe_dtype(op, stack, base, call, refs);
   }
   auto [solution, gathers] = solve(op, call);
   if (gathers != GatherReason::No) {
     check_gather(op, call, gathers);
   }
   if (has_rule) {
-    ask_orders(op, stack, base, refs, *solution);
+    probe_orders(op, stack, base, refs, *solution);
     op.has_read(solution->reads);
   }
   return solution;

@@ -76,7 +76,7 @@ void guard_operands(const Op& op, Stack& stack, size_t base) {
 }
 
 // Replaces plain tensors of symbolic sizes by replicated ShardTensors, since only ShardTensors can give hints of their sizes.
-void enter_symbolic_plain(const Op& op, Stack& stack, size_t base) {
+void promote_symbolic_plain(const Op& op, Stack& stack, size_t base) {
   const auto refs = collect(op, stack, base);
   const auto is_such = [&](const Ref& r) { return !r.impl && !(op.mutated >> r.arg & 1) && is_symbolic(*r.tensor); };
   if (std::none_of(refs.begin(), refs.end(), is_such)) {
@@ -114,9 +114,9 @@ void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
   const auto base = stack->size() - op->kinds.size();
   guard_operands(*op, *stack, base);
   guard_arguments(*op, *stack, base);
-  enter_symbolic_plain(*op, *stack, base);
-  if (is_special(*op)) {
-    handle_specially(*op, stack);
+  promote_symbolic_plain(*op, *stack, base);
+  if (has_alternative_path(*op)) {
+    take_alternative_path(*op, stack);
   } else {
     handle(*op, stack);
   }

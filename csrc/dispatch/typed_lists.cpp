@@ -47,7 +47,7 @@ bool stays(const Op& op, size_t arg, TensorList list, TensorList first, std::vec
       locals.push_back(t);
       continue;
     }
-    if (!lies_with(*impl, *lead) || (op.entry->options.dense && !lie_alike(impl->local(), lead->local()))) {
+    if (!can_combine_locally(*impl, *lead) || (op.entry->options.dense && !same_dense_order(impl->local(), lead->local()))) {
       return false;
     }
     locals.push_back(impl->local());

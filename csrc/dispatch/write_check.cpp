@@ -42,7 +42,7 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
       "before the write.");
 }
 
-void check_apart(const Op& op, const Refs& refs, size_t written) {
+void check_no_overlap(const Op& op, const Refs& refs, size_t written) {
   const auto& w = refs[written];
   for (const auto& r : refs) {
     if (r.impl && w.impl && r.impl != w.impl && w.impl->shares_storage(*r.impl) &&

@@ -21,8 +21,8 @@ std::mutex g_mutex;
 // By the meshes' hashes: equal meshes that are made one after the other, at different times on each rank, agree only once.
 std::unordered_set<size_t>& agreed() {
   static auto* meshes = new std::unordered_set<size_t>();
-  static int64_t epoch = 0;
-  if (std::exchange(epoch, comm::epoch()) != comm::epoch()) {
+  static int64_t generation = 0;
+  if (std::exchange(generation, comm::group_generation()) != comm::group_generation()) {
     meshes->clear();
   }
   return *meshes;

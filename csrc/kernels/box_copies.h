@@ -19,8 +19,9 @@ constexpr int64_t kStreamBytes = 4 << 20; // less may stay in a CPU's cache unti
 // An element is a byte if the dtype stays, and a value if it changes or parts are combined. The last dim is contiguous
 // on both sides. It is moved in units of 2^width elements, to which both sides are aligned.
 //
-// Tiles are numbered across the boxes: the first of each box, then the second of each box that has two, and so on. Boxes are
-// often neighbours, so tiles that run at the same time, or one after the other, share cache lines and pages of memory.
+// A tile's level is its place within its box. Tiles are numbered level by level: the first of each box, then the second of each
+// box that has two, and so on. Boxes are often neighbours, so tiles that run at the same time, or one after the other, share
+// cache lines and pages of memory.
 struct BoxCopies {
   int ndim;
   bool from_flat, to_flat; // boxes one after the other: strides follow from each box's sizes
@@ -32,8 +33,8 @@ struct BoxCopies {
   // A row for each box, sorted by falling number of tiles. No box is empty.
   const int64_t* table;
 
-  // Words of a row: how many tiles have a lower level than the box has tiles; its tiles; units per tile and width; where it
-  // starts on either side, in elements; sizes.
+  // Words of a row. kBelow: how many tiles of all boxes have a level below this box's number of tiles. kTiles: that number.
+  // kUnits: units per tile, and width. kFrom, kTo: where the box starts on either side, in elements. kSizes: its sizes.
   static constexpr int kBelow = 0, kTiles = 1, kUnits = 2, kFrom = 3, kTo = 4, kSizes = 5;
 
   C10_HOST_DEVICE int row() const {

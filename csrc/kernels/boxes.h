@@ -15,8 +15,8 @@ inline at::Tensor resolved(const at::Tensor& t) {
 // Boxes are in the indices of the given tensor. Any strides work; a source may be expanded, a target may not. If dtypes differ,
 // values are cast. One launch on the current stream, without synchronization; also in a CUDA graph.
 
-// In a flat buffer, the boxes of each part start at a multiple of `elements`; `parts` has the numbers of elements. Without
-// parts there are no gaps. Not in a graph.
+// In a flat buffer, the boxes of each part start at a multiple of `elements`; `parts`: the elements of each part. Without parts
+// there are no gaps. Not in a graph.
 struct Spacing {
   c10::IntArrayRef parts = {};
   int64_t elements = 1;
@@ -36,7 +36,8 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
 
 struct BoxCopies;
 
-// The CPU and CUDA twins, and which of them a tensor needs. Same device, nothing empty, no conj or neg bits.
+// The CPU and CUDA twins. Both tensors are on one device; no tensor and no box is empty; there are no conj or neg bits.
+// for_cuda(): whether a tensor needs the CUDA twin.
 bool for_cuda(const at::Tensor& t);
 namespace cpu {
 void move(const BoxCopies& moves, const at::Tensor& from, at::Tensor& to);

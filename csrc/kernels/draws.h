@@ -56,7 +56,7 @@ C10_HOST_DEVICE inline double open_unit(uint64_t w) {
   return (static_cast<double>(w >> 12) + 0.5) * 0x1p-52;
 }
 
-// A draw gives kWidth values for each block of as many consecutive global indices, from one call of philox.
+// One call of a draw makes the values of a block, kWidth consecutive global indices, from one call of philox.
 template <typename Real>
 struct RealDraw {
   using Value = Real;

@@ -23,7 +23,7 @@ class CountingAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     auto* block = new CountedBlock{below_->allocate(n), static_cast<int64_t>(n)};
     const auto now = g_now += block->bytes;
-    for (auto most = g_most.load(); most < now && !g_most.compare_exchange_weak(most, now);) {
+    for (auto peak = g_most.load(); peak < now && !g_most.compare_exchange_weak(peak, now);) {
     }
     return {block->data.get(), block, give_back, block->data.device()};
   }
@@ -52,11 +52,11 @@ void count_memory(bool on) {
   c10::SetCPUAllocator(on ? counting : counting->below(), kPriority);
 }
 
-AllocatedBytes held_memory() {
+AllocatedBytes allocated_memory() {
   return {g_now, g_most};
 }
 
-void reset_most_held() {
+void reset_peak_memory() {
   g_most = g_now.load();
 }
 

@@ -9,9 +9,9 @@ namespace shardtensor::kernels {
 void count_memory(bool on);
 
 struct AllocatedBytes {
-  int64_t now, most; // bytes
+  int64_t now, peak; // bytes
 };
-AllocatedBytes held_memory();
-void reset_most_held();
+AllocatedBytes allocated_memory();
+void reset_peak_memory();
 
 } // namespace shardtensor::kernels

@@ -7,7 +7,7 @@
 
 namespace shardtensor::kernels::traced {
 
-// A tensor and its boxes; `flat`: the boxes lie one after the other, whatever their offsets.
+// Copies the boxes of `from` to the boxes of `to`. A flat side holds its boxes one after the other, whatever their offsets.
 void move(
     const at::Tensor& from,
     c10::ArrayRef<Box> from_boxes,

@@ -60,7 +60,7 @@ bool chunks_follow(const PieceSizes& sizes, int64_t pieces) {
   return sizes == any;
 }
 
-// The same if it is known how many indices the size lacks to fill all pieces.
+// The same if the number of indices that are missing to fill all pieces is known.
 bool filled_chunks_follow(const PieceSizes& sizes, int64_t pieces) {
   const auto lacks = sizes[0];
   for (int64_t i = 0; i < pieces; ++i) {

@@ -63,9 +63,9 @@ inline int64_t numel_of(c10::ArrayRef<Box> boxes) {
 
 using Sizes = c10::SmallVector<int64_t, 5>;
 
-// The sizes along one mesh dim. Null is even: torch.chunk's rule for any size. Explicit: one size per coordinate of
-// the mesh dim, one row of them for each coordinate of the earlier mesh dims that cut the same tensor dim. For a strided
-// placement: the sizes of its chunks.
+// The sizes of the pieces along one mesh dim. A null Cut is even: torch.chunk's rule, for any size. An explicit one has a size
+// for each coordinate of the mesh dim, in one row for each coordinate of the earlier mesh dims that cut the same tensor dim. For
+// a strided placement it has the sizes of the chunks.
 struct PieceSizes : std::vector<int64_t> {
   using vector::vector;
   explicit PieceSizes(std::vector<int64_t> sizes) : vector(std::move(sizes)) {}
@@ -81,13 +81,13 @@ struct PieceSizes : std::vector<int64_t> {
       return up == o.up && shift == o.shift && down == o.down;
     }
   };
-  // Only in a graph whose sizes are symbols, and not empty there if the sizes of the pieces are formulas of the extent: piece i
-  // has ((*this)[i] + shares[i] * extent) / per indices, and times[i * quotients.size() + k] times quotient k. One row.
+  // Set only in a graph with symbolic sizes, if the pieces' sizes are formulas of the extent. Piece i then has ((*this)[i] +
+  // shares[i] * extent) / per indices, plus times[i * quotients.size() + k] times quotient k, for each k. There is one row.
   std::vector<int64_t> shares, times;
   int64_t per = 1;
   std::vector<Quotient> quotients;
-  // Only in a graph: the sizes, if they depend on more than the extent. One row; the numbers are 0. Among tensors, only views
-  // have such a cut. A call may move its operands to one; its results that are no views get even pieces.
+  // Set only in a graph, if the sizes depend on more than the extent: the sizes, in one row. The numbers are 0 then. Of all
+  // tensors only views have such a cut. A call may move its operands to one, but its results that are not views get even pieces.
   std::vector<c10::SymInt> symbols;
 
   bool follows() const {
@@ -123,7 +123,7 @@ class Layout final : public c10::intrusive_ptr_target {
   // Explicit cuts that equal torch.chunk's become even, so that equal layouts are one object. `cuts` may be empty: all even.
   static LayoutPtr make(MeshPtr mesh, Placements placements, Cuts cuts = {});
   static LayoutPtr replicated(const MeshPtr& mesh);
-  // How many are alive.
+  // How many layouts exist.
   static size_t count();
 
   Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int64_t id);

@@ -39,7 +39,7 @@ class Mesh final : public c10::intrusive_ptr_target {
   static MeshPtr make(Description description);
   // The most recent mesh alive whose process groups, one per mesh dim, have these names; null if there is none.
   static MeshPtr with_groups(const std::vector<std::string>& groups);
-  // How many are alive.
+  // How many meshes exist.
   static size_t count();
   // The hash of the description; equal meshes have the same one in every process that runs this build.
   size_t hash() const {
@@ -69,7 +69,7 @@ class Mesh final : public c10::intrusive_ptr_target {
   int64_t index_of_rank(int64_t rank) const {
     return rank >= 0 && rank < static_cast<int64_t>(places_.size()) ? places_[rank] : -1;
   }
-  // Is this rank one of the mesh's?
+  // Whether the mesh contains this rank.
   bool has_this_rank() const {
     return mine_;
   }

@@ -5,11 +5,11 @@
 namespace shardtensor {
 
 Reach mirror(const Reach& r, int64_t size) {
-  const bool is_mirror = r.operand >= 0 || r.beyond == PaddingMode::Padding;
+  const bool is_mirror = r.operand >= 0 || r.beyond == PaddingMode::Constant;
   return {r.den, r.num, r.num - 1 - r.last, r.den - 1 - r.first, r.beyond, is_mirror ? -1 : size};
 }
 
-int64_t source(PaddingMode beyond, int64_t e, int64_t size) {
+int64_t source_index(PaddingMode beyond, int64_t e, int64_t size) {
   return beyond == PaddingMode::Replicate ? std::clamp<int64_t>(e, 0, size - 1) : e < 0 ? -e : e < size ? e : 2 * (size - 1) - e;
 }
 
@@ -24,10 +24,10 @@ Interval hull(const Reach& r, int64_t lo, int64_t hi, int64_t size) {
     to = std::max({to, a + 1, b + 1});
   };
   if (lo < 0) {
-    add(source(r.beyond, lo, size), source(r.beyond, std::min<int64_t>(hi, 0) - 1, size));
+    add(source_index(r.beyond, lo, size), source_index(r.beyond, std::min<int64_t>(hi, 0) - 1, size));
   }
   if (hi > size) {
-    add(source(r.beyond, std::max(lo, size), size), source(r.beyond, hi - 1, size));
+    add(source_index(r.beyond, std::max(lo, size), size), source_index(r.beyond, hi - 1, size));
   }
   return {from, to - from};
 }
@@ -61,7 +61,7 @@ PaddedInterval read(const Reach& r, const Interval& run, int64_t size) {
   if (r.beyond == PaddingMode::Circular) {
     return {0, hi - lo > size ? Interval{0, size} : Interval{lo, hi - lo}, 0};
   }
-  if (r.beyond != PaddingMode::Padding) {
+  if (r.beyond != PaddingMode::Constant) {
     return {0, r.operand >= 0 ? hull_of_images(r, run, size) : hull(r, lo, hi, size), 0};
   }
   const auto before = std::max<int64_t>(0, std::min<int64_t>(hi, 0) - lo);
@@ -69,7 +69,7 @@ PaddedInterval read(const Reach& r, const Interval& run, int64_t size) {
   return {before, {lo + before, hi - lo - before - after}, after};
 }
 
-c10::SmallVector<WrappedRun, 2> turns(const Interval& run, int64_t size) {
+c10::SmallVector<WrappedRun, 2> wrapped_runs(const Interval& run, int64_t size) {
   if (run.length <= 0) {
     return {{run, 0}};
   }

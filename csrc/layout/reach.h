@@ -15,17 +15,17 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
 
 // Which values an op reads beyond the edges of a dim.
 enum class PaddingMode : uint8_t {
-  Padding,   // cells
+  Constant,  // cells of padding, all of one value
   Reflect,   // the dim itself, from its second index on
   Replicate, // its first and last index
   Circular,  // the dim itself, again and again
 };
 
-// Index i of one dim reads the indices lo(i) .. hi(i) - 1 of another: floors of two parallel lines, den positive. Indices
-// outside of 0 .. size - 1 are beyond the edges. If num is -1, the dim is read backwards.
+// Index i of one dim reads the indices lo(i) to hi(i) - 1 of another. Both bounds are linear in i, rounded down; den is positive.
+// Indices below 0, or from the size on, are beyond the edges. If num is -1, the dim is read backwards.
 struct Reach {
   int64_t num, den, first, last;
-  PaddingMode beyond = PaddingMode::Padding;
+  PaddingMode beyond = PaddingMode::Constant;
   // If not -1: this is the reach of a gradient, from an operand of this size to the results that read it. `beyond` then applies
   // to the edges of the operand.
   int64_t operand = -1;
@@ -41,15 +41,14 @@ struct Reach {
   }
 };
 
-// The reverse: which indices read index j, one of `size`. Its own reverse is the reach itself.
+// The reverse of `r`, which reads a dim of `size` indices: which indices read its index j. The reverse of the reverse is `r`.
 Reach mirror(const Reach& r, int64_t size);
-// The index that is read at `e`, which may be beyond the edges of the `size` indices, by less than `size`. For Reflect and
-// Replicate.
-int64_t source(PaddingMode beyond, int64_t e, int64_t size);
+// The index that a read of `e` gets, where `e` may be beyond the edges by less than `size`. Only for Reflect and Replicate.
+int64_t source_index(PaddingMode beyond, int64_t e, int64_t size);
 
-// The indices of a dim that a run reads: `before` cells of padding, then `inside`, then `after` cells of padding. Without
-// padding (Reflect, Replicate): all from the first to the last index that is read. Circular: `inside` may leave 0 .. size - 1,
-// but not by more than one turn: it has no index twice.
+// The indices of a dim that a run reads: `before` cells of padding, then `inside`, then `after` cells of padding. Without padding
+// (Reflect, Replicate): all from the first to the last index that is read. Circular: `inside` may go beyond the edges, but has at
+// most `size` indices, so it has none twice.
 struct PaddedInterval {
   int64_t before;
   Interval inside;
@@ -66,12 +65,12 @@ struct PaddedInterval {
 // An empty run reads nothing.
 PaddedInterval read(const Reach& r, const Interval& run, int64_t size);
 
-// A part of a run of indices that may leave 0 .. size - 1 (circular): one part each time that the run goes round.
+// Part of a circular run, which may go beyond the edges of a dim: the run is split at each multiple of the dim's size.
 struct WrappedRun {
   Interval inside;
-  int64_t first; // the run's index at index 0 of the dim in this round: a multiple of the size
+  int64_t first; // the run's own number for index 0 of the dim in this part: a multiple of the size
 };
-c10::SmallVector<WrappedRun, 2> turns(const Interval& run, int64_t size);
+c10::SmallVector<WrappedRun, 2> wrapped_runs(const Interval& run, int64_t size);
 
 // Where a cut of the dim that is read (after `cut` of its `size` indices) cuts the `count` indices that read it. Each index
 // goes to the side that holds the middle of the indices that it reads. Cuts stay in order, and an empty piece has no readers. A

@@ -18,7 +18,7 @@ inline SymSizes symbols(c10::IntArrayRef sizes) {
   return {sizes.begin(), sizes.end()};
 }
 
-// As numbers, which guards the graph.
+// The sizes as numbers, which guards the graph.
 inline Sizes guarded(c10::SymIntArrayRef sizes) {
   Sizes out;
   for (const auto& n : sizes) {
@@ -27,7 +27,7 @@ inline Sizes guarded(c10::SymIntArrayRef sizes) {
   return out;
 }
 
-// A symbol adds a guard.
+// Whether `n` is a multiple of `pieces`. Adds a guard if `n` is a symbol.
 inline bool divides(int64_t pieces, const c10::SymInt& n) {
   return (n % pieces).sym_eq(0).guard_bool(__FILE__, __LINE__);
 }
@@ -61,9 +61,10 @@ struct SymChunks {
     return {index == 0 ? c10::SymInt(0) : index == 1 ? full : full * index, index == pieces - 1 ? last : full};
   }
 };
-// Guards the graph to have equal pieces, or not. `nested`: another mesh dim cuts the same tensor dim. Then the ranks' sizes
-// differ, and only guards on the remainder agree. Returns nothing if a piece has fewer than two indices: torch makes sizes 0
-// and 1 numbers on the rank that has them, so such sizes are numbers on all ranks.
+// Splits a symbol by torch.chunk's rule. Guards the graph on whether the pieces are equal. `nested`: another mesh dim cuts the
+// same tensor dim. Then the ranks' sizes differ, and only guards on the remainder agree. Returns nothing if `size` is a number or
+// a piece has fewer than two indices: torch makes sizes 0 and 1 numbers on the rank that has them, so such sizes are numbers on
+// all ranks.
 inline std::optional<SymChunks> sym_chunks(const c10::SymInt& size, int64_t pieces, bool nested) {
   if (!size.is_symbolic()) {
     return std::nullopt;
@@ -126,7 +127,7 @@ class SymSplit {
   }
 
  private:
-  // The indices of several pieces that follow the extent.
+  // How many indices the pieces from `first` to `end` - 1 have together.
   c10::SymInt sum(int64_t first, int64_t end) const {
     const auto n = follows_->quotients.size();
     int64_t size = 0, share = 0;

@@ -48,7 +48,8 @@ T& of_thread() {
   return *object;
 }
 
-// What a thread has found out, by keys with hash() and ==. Bounded: before it holds more than `most` entries it drops all.
+// A hash table of one thread; keys have hash() and ==. It is bounded: instead of growing beyond `most` entries it drops all of
+// them.
 template <typename Key, typename Value>
 class ThreadTable {
  public:

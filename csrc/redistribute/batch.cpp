@@ -24,16 +24,16 @@ constexpr double kTogether = 1 << 24;
 struct BatchItem {
   const PieceMove& moved;
   StepState state;
-  std::vector<Leg> legs;
-  std::vector<int64_t> kinds; // of the legs: those of one kind may be one collective. -1: nothing is sent
+  std::vector<RouteStep> steps;
+  std::vector<int64_t> kinds; // of the steps: those of one kind may be one collective. -1: nothing is sent
   size_t next = 0;
   double bytes = 0;
 
-  const Leg& leg() const {
-    return legs[next];
+  const RouteStep& step() const {
+    return steps[next];
   }
   bool arrived() const {
-    return next == legs.size();
+    return next == steps.size();
   }
   bool is_at_last_call() const {
     return std::all_of(kinds.begin() + static_cast<int64_t>(next) + 1, kinds.end(), [](int64_t kind) { return kind < 0; });
@@ -44,13 +44,13 @@ struct Batch : std::vector<BatchItem> {
   bool async = false; // the last call of each is only started
 };
 
-bool of_one_kind(const Leg& a, const Leg& b) {
-  return a.step.kind == b.step.kind && a.step.mesh_dim == b.step.mesh_dim && &a.before->mesh() == &b.before->mesh() &&
+bool of_one_kind(const RouteStep& a, const RouteStep& b) {
+  return a.kind == b.kind && a.mesh_dim == b.mesh_dim && &a.before->mesh() == &b.before->mesh() &&
          &a.after->mesh() == &b.after->mesh();
 }
 
-bool takes_part(const Leg& leg) {
-  return leg.before->mesh().has_this_rank() || leg.after->mesh().has_this_rank();
+bool takes_part(const RouteStep& step) {
+  return step.before->mesh().has_this_rank() || step.after->mesh().has_this_rank();
 }
 
 // The compiler merges the collectives of a graph itself, a wrapper's values must be extracted first, and a tensor without
@@ -75,34 +75,34 @@ BatchItem traveller(const PieceMove& m) {
 
 // The ranks agree about each tensor before any moves.
 void agree(const BatchItem& t) {
-  if (t.legs.empty()) {
+  if (t.steps.empty()) {
     return;
   }
-  auto end = t.legs[0].before;
-  for (const auto& leg : t.legs) {
-    if (&leg.after->mesh() != &end->mesh()) {
+  auto end = t.steps[0].before;
+  for (const auto& step : t.steps) {
+    if (&step.after->mesh() != &end->mesh()) {
       break;
     }
-    end = leg.after;
+    end = step.after;
   }
-  const auto& start = t.legs[0].before;
+  const auto& start = t.steps[0].before;
   if (start != end && start->mesh().has_this_rank()) {
     agree(*plan_for(*start, *end, t.bytes), *start, *end, t.moved.sizes, t.state.local.scalar_type());
   }
 }
 
 void number_kinds(Batch& all) {
-  std::vector<const Leg*> kinds;
+  std::vector<const RouteStep*> kinds;
   for (auto& t : all) {
-    for (const auto& leg : t.legs) {
-      if (!communicates(leg.step)) {
+    for (const auto& step : t.steps) {
+      if (!communicates(step)) {
         t.kinds.push_back(-1);
         continue;
       }
-      const auto known = std::find_if(kinds.begin(), kinds.end(), [&](const Leg* k) { return of_one_kind(*k, leg); });
+      const auto known = std::find_if(kinds.begin(), kinds.end(), [&](const RouteStep* k) { return of_one_kind(*k, step); });
       t.kinds.push_back(known - kinds.begin());
       if (known == kinds.end()) {
-        kinds.push_back(&leg);
+        kinds.push_back(&step);
       }
     }
   }
@@ -112,51 +112,51 @@ void number_kinds(Batch& all) {
 uint64_t due_along(const Batch& all, const Mesh& mesh) {
   uint64_t out = 0;
   for (const auto& t : all) {
-    for (auto i = t.next; i < t.legs.size(); ++i) {
-      out |= &t.legs[i].before->mesh() == &mesh ? communicating_dims(t.legs[i].step) : 0;
+    for (auto i = t.next; i < t.steps.size(); ++i) {
+      out |= &t.steps[i].before->mesh() == &mesh ? communicating_dims(t.steps[i]) : 0;
     }
   }
   return out;
 }
 
 // Makes errors of `rest` name its step.
-comm::InFlight in_its_step(comm::InFlight rest, const BatchItem& t) {
-  const auto last = std::find_if(t.legs.rbegin(), t.legs.rend(), [](const Leg& leg) { return communicates(leg.step); });
-  return in_its_step(std::move(rest), *t.moved.from, *t.moved.to, last->step);
+comm::InFlight with_step_context(comm::InFlight rest, const BatchItem& t) {
+  const auto last = std::find_if(t.steps.rbegin(), t.steps.rend(), [](const RouteStep& step) { return communicates(step); });
+  return with_step_context(std::move(rest), *t.moved.from, *t.moved.to, *last);
 }
 
 template <typename F>
-void in_leg(const Batch& all, const BatchItem& t, const F& run) {
+void in_next_step(const Batch& all, const BatchItem& t, const F& run) {
   const auto& moved = t.moved;
-  in_step(*moved.from, *moved.to, t.leg().step, run, [&] { return due_along(all, moved.from->mesh()); });
+  with_step_context(*moved.from, *moved.to, t.step(), run, [&] { return due_along(all, moved.from->mesh()); });
 }
 
-// Does the leg, or starts it.
+// Does the step, or starts it.
 void take(const Batch& all, BatchItem& t, bool later) {
   auto& s = t.state;
-  const auto& leg = t.leg();
-  s.layout = leg.before;
+  const auto& step = t.step();
+  s.layout = step.before;
   s.later = later;
-  if (takes_part(leg)) {
-    in_leg(all, t, [&] { take_step(s, leg.step, leg.after); });
-    TORCH_INTERNAL_ASSERT(s.layout == leg.after, "redistribute: ended at ", s.layout->str(), ", not ", leg.after->str());
+  if (takes_part(step)) {
+    in_next_step(all, t, [&] { take_step(s, step, step.after); });
+    TORCH_INTERNAL_ASSERT(s.layout == step.after, "redistribute: ended at ", s.layout->str(), ", not ", step.after->str());
   }
 }
 
-void take_local_legs(Batch& all) {
+void take_local_steps(Batch& all) {
   for (auto& t : all) {
-    for (; !t.arrived() && !communicates(t.leg().step); ++t.next) {
+    for (; !t.arrived() && !communicates(t.step()); ++t.next) {
       take(all, t, false);
     }
   }
 }
 
-// The tensors that move next. A tensor waits if another one will later come to a leg of the same kind, so that they can move
+// The tensors that move next. A tensor waits if another one will later come to a step of the same kind, so that they can move
 // together.
 BatchItemPtrs next_to_go(Batch& all) {
   std::vector<int64_t> later;
   for (const auto& t : all) {
-    for (auto i = t.next + 1; i < t.legs.size(); ++i) {
+    for (auto i = t.next + 1; i < t.steps.size(); ++i) {
       later.push_back(t.kinds[i]);
     }
   }
@@ -199,7 +199,7 @@ void go_together(const Batch& all, const BatchItemPtrs& picked) {
   const auto text = [&] {
     return c10::str(
         "redistribute: ", picked.size(), " tensors together, the first from ", first.moved.from->str(), " to ",
-        first.moved.to->str(), ", step ", name_of(first.leg().step.kind));
+        first.moved.to->str(), ", step ", name_of(first.step().kind));
   };
   comm::with_error_context(
       mesh, text, [&] { together.go(); }, [&] { return due_along(all, mesh); },
@@ -207,8 +207,8 @@ void go_together(const Batch& all, const BatchItemPtrs& picked) {
   for (auto* t : picked) {
     auto& s = t->state;
     if (s.rest && !(all.async && t->is_at_last_call())) {
-      in_step(
-          *t->moved.from, *t->moved.to, t->leg().step, [&] { s.rest.wait(); }, nothing_due);
+      with_step_context(
+          *t->moved.from, *t->moved.to, t->step(), [&] { s.rest.wait(); }, nothing_due);
     }
   }
 }
@@ -260,7 +260,7 @@ std::vector<at::Tensor> redistribute_all(const std::vector<PieceMove>& tensors, 
   }
   number_kinds(all);
   for (;;) {
-    take_local_legs(all);
+    take_local_steps(all);
     const auto picked = next_to_go(all);
     if (picked.empty()) {
       break;
@@ -274,7 +274,7 @@ std::vector<at::Tensor> redistribute_all(const std::vector<PieceMove>& tensors, 
     auto& s = all[i].state;
     out[index[i]] = std::move(s.local);
     if (s.rest) {
-      (*rests)[index[i]] = in_its_step(std::move(s.rest), all[i]);
+      (*rests)[index[i]] = with_step_context(std::move(s.rest), all[i]);
     }
   }
   return out;

@@ -75,7 +75,7 @@ class ChunkRuns {
 class PackedChunks {
  public:
   PackedChunks() = default;
-  // Of a tensor of these sizes.
+  // `rows`: parts of dim `dim` of a tensor of these sizes.
   PackedChunks(c10::IntArrayRef sizes, int64_t dim, std::shared_ptr<const ChunkRuns> rows);
 
   int64_t numel() const;

@@ -274,7 +274,7 @@ std::vector<at::Tensor> exchange(
   auto parts = messages(at::empty({0}, options), ranks, to_each, of_each, mesh, mesh.size());
   const auto arrived = parts.out;
   const kernels::Spacing arriving{of_each, parts.spacing};
-  for (auto& run : runs_of(sent, &BoxMove::from, held, parts.in, leaving(parts))) {
+  for (auto& run : runs_of(sent, &BoxMove::from, held, parts.in, message_spacing(parts))) {
     kernels::pack(sources[run.piece], run.boxes, run.flat);
   }
   comm::start(std::move(parts)).wait();

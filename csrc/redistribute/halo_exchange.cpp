@@ -31,7 +31,7 @@ std::vector<ReadBox> reads_of(const PaddedBox& stretches, c10::IntArrayRef sizes
   std::vector<ReadBox> out(1);
   for (size_t d = 0; d < stretches.size(); ++d) {
     std::vector<ReadBox> next;
-    for (const auto& turn : turns(stretches[d].inside, sizes[d])) {
+    for (const auto& turn : wrapped_runs(stretches[d].inside, sizes[d])) {
       for (auto one : out) {
         one.box.offsets.push_back(turn.inside.start);
         one.box.sizes.push_back(turn.inside.length);

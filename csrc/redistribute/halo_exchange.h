@@ -39,7 +39,7 @@ class HaloExchange {
   const PaddedBox& mine() const { // the box that this rank reads
     return mine_;
   }
-  const Sizes& sizes() const { // of mine(), with its padding
+  const Sizes& sizes() const { // of the box mine(), with its padding
     return made_;
   }
 

@@ -32,7 +32,7 @@ void pack(comm::Collective& messages, const at::Tensor& source, const std::vecto
   if (is_traced(source)) {
     messages.in = kernels::traced::packed(source, boxes);
   } else if (!boxes.empty()) {
-    kernels::pack(source, boxes, messages.in, leaving(messages));
+    kernels::pack(source, boxes, messages.in, message_spacing(messages));
   }
 }
 

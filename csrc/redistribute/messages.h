@@ -1,4 +1,4 @@
-// Messages between any ranks: room for them, and the boxes that they hold.
+// Messages between any ranks: allocates their buffers and packs boxes into them.
 #pragma once
 
 #include "comm/comm.h"
@@ -6,7 +6,8 @@
 
 namespace shardtensor {
 
-// For comm::start(), once `in` is packed. `like` has the dtype and the device. `sent`, `received`: elements, by peer.
+// A collective for comm::start(), with allocated buffers; pack() fills `in`. `like` has the dtype and the device. `sent`,
+// `received`: elements, by peer.
 comm::Collective messages(
     const at::Tensor& like,
     c10::IntArrayRef peers,
@@ -17,7 +18,7 @@ comm::Collective messages(
 // Packs the boxes, one message's after the other's. In graphs too.
 void pack(comm::Collective& messages, const at::Tensor& source, const std::vector<Box>& boxes);
 
-inline kernels::Spacing leaving(const comm::Collective& messages) {
+inline kernels::Spacing message_spacing(const comm::Collective& messages) {
   return {messages.in_sizes, messages.spacing};
 }
 

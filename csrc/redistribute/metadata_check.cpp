@@ -17,8 +17,8 @@ namespace {
 size_t kind_of(const Layout& from, const Layout& to, size_t ndim, c10::ScalarType dtype) {
   const auto& mesh = from.mesh().description();
   std::ostringstream out;
-  out << comm::epoch() << mesh.rank << mesh.world << c10::IntArrayRef(mesh.ranks) << c10::ArrayRef<std::string>(mesh.groups)
-      << ndim << dtype;
+  out << comm::group_generation() << mesh.rank << mesh.world << c10::IntArrayRef(mesh.ranks)
+      << c10::ArrayRef<std::string>(mesh.groups) << ndim << dtype;
   for (int64_t m = 0; m < from.ndim(); ++m) {
     out << from.placement(m).str() << to.placement(m).str();
   }

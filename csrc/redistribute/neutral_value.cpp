@@ -70,7 +70,7 @@ at::Scalar neutral_value(ReduceOp op, at::ScalarType type, double norm_order) {
   TORCH_INTERNAL_ASSERT(false, name_of(op), " has no identity");
 }
 
-at::Scalar no_summand(ReduceOp op, at::ScalarType type, double norm_order) {
+at::Scalar neutral_summand(ReduceOp op, at::ScalarType type, double norm_order) {
   if (op != ReduceOp::Sum || c10::isFloat8Type(type)) {
     return neutral_value(op, type, norm_order);
   }

@@ -13,7 +13,7 @@ namespace shardtensor {
 at::Scalar neutral_value(ReduceOp op, at::ScalarType type, double norm_order = 2.0);
 // The neutral value for the summand of a rank that has no value. For sums of floats it is -0.0: adding 0.0 would lose the sign
 // of -0.0.
-at::Scalar no_summand(ReduceOp op, at::ScalarType type, double norm_order = 2.0);
+at::Scalar neutral_summand(ReduceOp op, at::ScalarType type, double norm_order = 2.0);
 
 // norm_power(): the values whose sum over the ranks is needed. norm_root(): the norm, given the sum.
 at::Tensor norm_power(const at::Tensor& t, double order);

@@ -222,7 +222,7 @@ class Search {
     }
   }
 
-  // At most so many ranks exchange pieces with each other, assuming even cuts.
+  // An upper bound on the number of ranks that exchange pieces with each other, assuming even cuts.
   int64_t exchanging(const DimStages& stages, const DimStages& end) const {
     int64_t out = 1;
     for (int64_t m = 0; m < n_; ++m) {

@@ -43,7 +43,7 @@ struct Plan {
   c10::SmallVector<Step, 4> steps;
   c10::SmallVector<LayoutPtr, 4> between; // after each step except the last
   double cost = 0;
-  mutable int64_t agreed = -1; // the kind of tensor, and the epoch, for which check_metadata() was asked last
+  mutable int64_t agreed = -1; // the kind of tensor, and the group_generation(), for which check_metadata() was asked last
 
   bool communicates() const {
     return cost > 0;

@@ -10,7 +10,7 @@
 
 namespace shardtensor {
 
-enum class CachedKind : uint8_t { Plan, DividedPiece, Exchange, Transfer, ChunkRuns, Newcomers };
+enum class CachedKind : uint8_t { Plan, DividedPiece, ExchangePart, Transfer, ChunkRuns, JoiningRanks };
 
 struct CacheValue {
   std::shared_ptr<const void> value;

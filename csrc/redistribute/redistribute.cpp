@@ -28,8 +28,8 @@ bool alike(const Plan& a, const Plan& b) {
   });
 }
 
-// A symbol of one rank may be a number on another, and the ranks must plan alike. Costs are linear in the bytes: a plan that is
-// the cheapest for few and for many is so for any number. Otherwise the graph is guarded to have these sizes.
+// A symbol of one rank may be a number on another, and the ranks must plan alike. Costs are linear in the bytes, so a plan that
+// is the cheapest for few bytes and for many is the cheapest for any number. Otherwise the graph is guarded to have these sizes.
 std::shared_ptr<const Plan> plan_in_graph(const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item) {
   constexpr double kMany = 1e15;
   const bool transfers = may_transfer_in_graph(from.mesh());
@@ -78,7 +78,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
       }
       s.layout = std::move(next);
     };
-    in_step(from, to, step, trace, nothing_due);
+    with_step_context(from, to, step, trace, nothing_due);
   }
   TORCH_INTERNAL_ASSERT(s.layout.get() == &to, "redistribute: ended at ", s.layout->str(), ", not ", to.str());
   return s.local;
@@ -87,7 +87,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
 // Between two meshes with different ranks or places. Every rank of either mesh calls it.
 PendingPiece redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
   check_devices(from, to);
-  const auto by = added_up(from, to, sizes, static_cast<int64_t>(local.element_size()));
+  const auto by = layout_of_sums(from, to, sizes, static_cast<int64_t>(local.element_size()));
   const auto there = transfer_target(*by, to);
   const auto sums = redistribute(kernels::resolved(local), from, *by, sizes);
   auto out = transfer(sums, *by, *there, sizes, later);
@@ -121,10 +121,10 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
     }
     const Step step{StepKind::Transfer, -1};
     PendingPiece out;
-    in_step(
+    with_step_context(
         from, to, step, [&] { out = redistribute_across(local, from, to, sizes, rest != nullptr); }, nothing_due);
     if (out.rest) {
-      *rest = in_its_step(std::move(out.rest), from, to, step);
+      *rest = with_step_context(std::move(out.rest), from, to, step);
     }
     return out.local;
   }
@@ -141,7 +141,7 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
     const auto& step = steps[i];
     s.later = rest && last != steps.rend() && &step == &*last;
     const auto begun = comm::begun();
-    in_step(
+    with_step_context(
         from, to, step, [&] { take_step(s, step, plan->after(i, to)); },
         [&] {
           return communicating_dims(c10::ArrayRef<Step>(steps).slice(i + 1)) |
@@ -151,7 +151,7 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
   TORCH_INTERNAL_ASSERT(
       s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());
   if (s.rest) {
-    *rest = in_its_step(std::move(s.rest), from, to, *last);
+    *rest = with_step_context(std::move(s.rest), from, to, *last);
   }
   return s.local;
 }

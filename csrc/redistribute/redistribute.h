@@ -20,7 +20,7 @@ at::Tensor redistribute(
 at::Tensor redistribute(
     const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, comm::InFlight* rest = nullptr);
 
-// Of several tensors at once.
+// One of the tensors of redistribute_all().
 struct PieceMove {
   at::Tensor local;
   LayoutPtr from, to;

@@ -46,7 +46,7 @@ int64_t dim_to_scatter(const Layout& layout, int64_t m, IntArrayRef sizes) {
   return best;
 }
 
-void append_legs(const Layout& from, const Layout& to, double bytes, std::vector<Leg>& legs) {
+void append_steps(const Layout& from, const Layout& to, double bytes, std::vector<RouteStep>& steps) {
   auto now = LayoutPtr::reclaim_copy(&from);
   if (&from == &to) {
     return;
@@ -54,7 +54,7 @@ void append_legs(const Layout& from, const Layout& to, double bytes, std::vector
   const auto plan = plan_for(from, to, bytes);
   for (size_t i = 0; i < plan->steps.size(); ++i) {
     auto next = plan->after(i, to);
-    legs.push_back({plan->steps[i], now, next});
+    steps.push_back({plan->steps[i], now, next});
     now = std::move(next);
   }
 }
@@ -82,7 +82,7 @@ LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh) {
              : LayoutPtr();
 }
 
-LayoutPtr added_up(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t item) {
+LayoutPtr layout_of_sums(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t item) {
   const auto bytes = bytes_of(sizes, item);
   auto whole = LayoutPtr::reclaim_copy(&from), scattered = whole;
   for (int64_t m = 0; m < from.ndim(); ++m) {
@@ -102,38 +102,38 @@ void check_devices(const Layout& from, const Layout& to) {
       to.str(), ": the target mesh has another device type (rank ", to.mesh().rank(), "); move the local tensors first");
 }
 
-std::vector<Leg> route(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t item) {
-  std::vector<Leg> legs;
+std::vector<RouteStep> route(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t item) {
+  std::vector<RouteStep> steps;
   const auto bytes = bytes_of(sizes, item);
   if (&from.mesh() == &to.mesh()) {
-    append_legs(from, to, bytes, legs);
-    return legs;
+    append_steps(from, to, bytes, steps);
+    return steps;
   }
   if (const auto here = relabelled(from, to.mesh_ptr())) {
-    append_legs(*here, to, bytes, legs);
-    return legs;
+    append_steps(*here, to, bytes, steps);
+    return steps;
   }
-  const auto by = added_up(from, to, sizes, item);
+  const auto by = layout_of_sums(from, to, sizes, item);
   const auto there = transfer_target(*by, to);
-  append_legs(from, *by, bytes, legs);
-  legs.push_back({{StepKind::Transfer, -1}, by, there});
-  append_legs(*there, to, bytes, legs);
-  return legs;
+  append_steps(from, *by, bytes, steps);
+  steps.push_back({{StepKind::Transfer, -1}, by, there});
+  append_steps(*there, to, bytes, steps);
+  return steps;
 }
 
-Traffic traffic_of(const Leg& leg, IntArrayRef sizes, int64_t rank) {
-  const auto kind = leg.step.kind;
+Traffic traffic_of(const RouteStep& step, IntArrayRef sizes, int64_t rank) {
+  const auto kind = step.kind;
   if (kind == StepKind::Transfer) {
-    return traffic_of_transfer(*leg.before, *leg.after, sizes, rank);
+    return traffic_of_transfer(*step.before, *step.after, sizes, rank);
   }
-  const auto& mesh = leg.before->mesh();
+  const auto& mesh = step.before->mesh();
   const auto index = mesh.index_of_rank(rank);
-  const auto n = mesh.size(leg.step.mesh_dim);
+  const auto n = mesh.size(step.mesh_dim);
   if (index < 0 || n == 1) {
     return {};
   }
   const auto c = mesh.coordinate_at(index);
-  const auto before = numel_at(*leg.before, sizes, c), after = numel_at(*leg.after, sizes, c);
+  const auto before = numel_at(*step.before, sizes, c), after = numel_at(*step.after, sizes, c);
   switch (kind) {
     case StepKind::AllReduce:
       return {before, before};
@@ -142,7 +142,7 @@ Traffic traffic_of(const Leg& leg, IntArrayRef sizes, int64_t rank) {
     case StepKind::AllGather:
       return {before, after - before};
     case StepKind::AllToAll: { // a rank sends all elements that it does not keep, to ranks that do not have them
-      const auto kept = kept_by(*leg.before, *leg.after, sizes, c);
+      const auto kept = kept_by(*step.before, *step.after, sizes, c);
       return {before - kept, after - kept};
     }
     default:

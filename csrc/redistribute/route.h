@@ -15,16 +15,15 @@ LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh);
 void check_devices(const Layout& from, const Layout& to);
 // The layout of the sums before they move to another mesh: whole, or scattered if that sends less in all. `item`: bytes of an
 // element.
-LayoutPtr added_up(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t item);
+LayoutPtr layout_of_sums(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t item);
 
-struct Leg {
-  Step step;
+struct RouteStep : Step {
   LayoutPtr before, after;
 };
 // The steps that redistribute() takes for a tensor with elements of `item` bytes.
-std::vector<Leg> route(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t item);
+std::vector<RouteStep> route(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t item);
 
 // The elements that a rank contributes, as comm's counters count them, and the new elements that it receives.
-Traffic traffic_of(const Leg& leg, c10::ArrayRef<int64_t> sizes, int64_t rank);
+Traffic traffic_of(const RouteStep& step, c10::ArrayRef<int64_t> sizes, int64_t rank);
 
 } // namespace shardtensor

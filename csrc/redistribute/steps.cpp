@@ -33,7 +33,7 @@ class ElementCounts {
   ElementCounts() = default;
   // No elements, until add().
   explicit ElementCounts(int64_t n) : n_(n) {}
-  // `each` for every index of a piece, of pieces of length `full` up to the end of `extent`.
+  // Even pieces: `each` elements per index; pieces have `full` indices up to the end of `extent`.
   ElementCounts(int64_t n, int64_t each, int64_t full, int64_t extent) : n_(n), each_(each), full_(full), extent_(extent) {}
   // The same for the lengths that a cut lists from `row` on.
   ElementCounts(int64_t n, int64_t each, Cut cut, int64_t row) : n_(n), each_(each), cut_(std::move(cut)), row_(row) {}
@@ -239,7 +239,7 @@ void append(std::vector<Box>& all, const std::vector<Box>& more) {
 }
 
 // The same elements on both sides, box by box.
-struct Pairs {
+struct BoxPairs {
   std::vector<Box> from, to;
 
   int64_t numel() const {
@@ -249,8 +249,8 @@ struct Pairs {
 
 // The elements that go from a piece with the runs `held` of dim `src` to one with the runs `wanted` of dim `dst`. `sizes`:
 // those of all other dims, which are equal.
-Pairs pairs_between(IntArrayRef sizes, int64_t src, const Intervals& held, int64_t dst, const Intervals& wanted) {
-  Pairs out;
+BoxPairs pairs_between(IntArrayRef sizes, int64_t src, const Intervals& held, int64_t dst, const Intervals& wanted) {
+  BoxPairs out;
   int64_t held_at = 0;
   for (const auto& a : held) {
     int64_t wanted_at = 0;
@@ -371,7 +371,8 @@ void reduce_on_the_way(
   complete(s, std::move(reduced), finish, {flat, out});
 }
 
-// `flat` has room for one buffer and then others: moves `own` between them, to place `me`.
+// `flat` begins with an empty place, followed by the other ranks' buffers in order. Moves the first `me` of these down by one
+// place, and copies `own` behind them.
 void put_between(at::Tensor& flat, const at::Tensor& own, int64_t me) {
   const auto numel = own.numel();
   if (numel == 0) {
@@ -436,7 +437,7 @@ void reduce_into_pieces(StepState& s, int64_t m, const LayoutPtr& next) {
   const bool in_place = !s.later && x->in_order && source.is_contiguous(); // if sent later, it may have been written
   s.layout = next;
   s.local = at::empty(x->piece, source.options());
-  const bool on_the_way = comm::adds_up(s.local, s.mesh(), m, p.reduce);
+  const bool on_the_way = comm::can_reduce_scatter(s.local, s.mesh(), m, p.reduce);
   (on_the_way ? reduce_on_the_way : reduce_on_arrival)(s, m, *x, source, in_place, s.local, p.reduce);
   if (norm) {
     take_root(s, p.norm_order, summand.options());
@@ -503,11 +504,11 @@ void slice(StepState& s, int64_t m, const LayoutPtr& next) {
 }
 
 // What this rank sends and receives in an exchange.
-struct Exchange {
+struct ExchangePart {
   PackedChunks out, in; // for all other coordinates, and from them; or boxes, in their order
   std::vector<Box> packed, unpacked;
   bool by_boxes = false;
-  Pairs own;                    // the elements that this rank keeps
+  BoxPairs own;                 // the elements that this rank keeps
   ElementCounts sent, received; // numbers of elements, including those that it keeps
   Sizes sizes;                  // of the piece after
   int64_t peers = 0;            // ranks that it sends to, or receives from, whichever are more
@@ -534,7 +535,13 @@ struct Exchange {
 
 // A step that cuts another tensor dim: each rank sends every other rank a slab of its piece.
 void exchange_slabs(
-    Exchange& x, IntArrayRef local, int64_t src, const MeshDimSplit& held, int64_t dst, const MeshDimSplit& wanted, int64_t me) {
+    ExchangePart& x,
+    IntArrayRef local,
+    int64_t src,
+    const MeshDimSplit& held,
+    int64_t dst,
+    const MeshDimSplit& wanted,
+    int64_t me) {
   const auto rest = c10::multiply_integers(with_size(with_size(local, src, 1), dst, 1));
   x.sent = wanted.counts(rest * local[src]);
   x.received = held.counts(rest * x.sizes[dst]);
@@ -548,7 +555,7 @@ void exchange_slabs(
 
 // A step that cuts the same tensor dim in another way, or in strides.
 void exchange_boxes(
-    Exchange& x,
+    ExchangePart& x,
     IntArrayRef local,
     int64_t src,
     const MeshDimSplit& held,
@@ -559,7 +566,8 @@ void exchange_boxes(
   x.by_boxes = true;
   x.sent = x.received = ElementCounts(n);
   const auto mine = held.runs(me), asked = wanted.runs(me);
-  const auto add = [&](int64_t c, Pairs pairs, ElementCounts& counts, std::vector<Box>& boxes, std::vector<Box> Pairs::*side) {
+  const auto add = [&](int64_t c, BoxPairs pairs, ElementCounts& counts, std::vector<Box>& boxes,
+                       std::vector<Box> BoxPairs::*side) {
     const auto numel = pairs.numel();
     if (numel) {
       counts.add(c, numel);
@@ -573,23 +581,23 @@ void exchange_boxes(
   const bool near = src == dst && !held.strided() && !wanted.strided(); // then only neighbours meet
   const auto [first_out, last_out] = near ? wanted.meeting(mine[0]) : std::pair<int64_t, int64_t>(0, n);
   for (auto c = first_out; c < last_out; ++c) {
-    add(c, pairs_between(local, src, mine, dst, wanted.runs(c)), x.sent, x.packed, &Pairs::from);
+    add(c, pairs_between(local, src, mine, dst, wanted.runs(c)), x.sent, x.packed, &BoxPairs::from);
   }
   const auto [first_in, last_in] = near ? held.meeting(asked[0]) : std::pair<int64_t, int64_t>(0, n);
   for (auto c = first_in; c < last_in; ++c) {
-    add(c, pairs_between(local, src, held.runs(c), dst, asked), x.received, x.unpacked, &Pairs::to);
+    add(c, pairs_between(local, src, held.runs(c), dst, asked), x.received, x.unpacked, &BoxPairs::to);
   }
   x.peers = static_cast<int64_t>(std::max(x.packed.size(), x.unpacked.size()));
   x.in_order = near && held.in_order(local, src);
 }
 
-Exchange make_exchange(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+ExchangePart make_exchange(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
   const auto src = before.placement(m).dim, dst = next.placement(m).dim;
   const auto n = before.mesh().size(m), me = before.mesh().coordinate()[m];
   const auto local = before.local_sizes(sizes);
   const auto extent = before.extent_before(m, src, sizes[src], before.mesh().coordinate());
   const MeshDimSplit held(before, m, extent), wanted(next, m, src == dst ? extent : local[dst]);
-  Exchange x;
+  ExchangePart x;
   x.sizes = with_size(local, src, extent);
   x.sizes[dst] = wanted.length(me);
   if (src == dst || held.strided() || wanted.strided()) {
@@ -600,8 +608,9 @@ Exchange make_exchange(const Layout& before, const Layout& next, int64_t m, IntA
   return x;
 }
 
-std::shared_ptr<const Exchange> exchange_of(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
-  return cached<Exchange>(before, next, CachedKind::Exchange, sizes, [&] { return make_exchange(before, next, m, sizes); });
+std::shared_ptr<const ExchangePart> exchange_of(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  return cached<ExchangePart>(
+      before, next, CachedKind::ExchangePart, sizes, [&] { return make_exchange(before, next, m, sizes); });
 }
 
 // One mesh dim changes its cut, on the same tensor dim or on another: every element goes directly to its new owner.
@@ -659,7 +668,7 @@ void make_partial(StepState& s, int64_t m, const LayoutPtr& next) {
   const bool repeats =
       p.reduce == ReduceOp::Avg || p.reduce == ReduceOp::Min || p.reduce == ReduceOp::Max || p.reduce == ReduceOp::Band;
   if (!repeats && s.mesh().coordinate()[m] != 0) {
-    const auto nothing = no_summand(p.reduce, s.local.scalar_type(), p.norm_order);
+    const auto nothing = neutral_summand(p.reduce, s.local.scalar_type(), p.norm_order);
     if (s.local.unsafeGetTensorImpl()->is_wrapped_number()) { // type promotion must be the same on all ranks
       s.local = at::detail::scalar_tensor_static(nothing, s.local.scalar_type(), at::kCPU); // a number even under a fake mode
       s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -676,7 +685,7 @@ void pad(StepState& s, int64_t m, const LayoutPtr& next) {
   const auto dim = s.layout->placement(m).dim;
   const auto& me = s.mesh().coordinate();
   const auto extent = s.layout->extent_before(m, dim, s.sizes[dim], me);
-  const auto nothing = no_summand(p.reduce, s.local.scalar_type(), p.norm_order);
+  const auto nothing = neutral_summand(p.reduce, s.local.scalar_type(), p.norm_order);
   auto out = at::full(with_size(s.local.sizes(), dim, extent), nothing, s.local.options());
   then(s, out, [piece = s.local, out, dim, runs = s.layout->split(m, extent, me)]() mutable {
     kernels::copy(piece, boxes_along(piece.sizes(), dim, side_by_side(runs)), out, boxes_along(out.sizes(), dim, runs));
@@ -708,9 +717,9 @@ void check_reducible(const Layout& from, const Layout& to, at::ScalarType dtype)
   }
 }
 
-comm::InFlight in_its_step(comm::InFlight rest, const Layout& from, const Layout& to, const Step& step) {
+comm::InFlight with_step_context(comm::InFlight rest, const Layout& from, const Layout& to, const Step& step) {
   rest.within([from = LayoutPtr::reclaim_copy(&from), to = LayoutPtr::reclaim_copy(&to), step](c10::function_ref<void()> run) {
-    in_step(*from, *to, step, run, nothing_due);
+    with_step_context(*from, *to, step, run, nothing_due);
   });
   return rest;
 }
@@ -725,9 +734,9 @@ uint64_t communicating_dims(c10::ArrayRef<Step> steps) {
 
 void agree(const Plan& plan, const Layout& from, const Layout& to, IntArrayRef sizes, at::ScalarType dtype) {
   // A rank may have dropped a plan that other ranks still have. So this only skips a check that check_metadata() would skip too.
-  const auto kind = (comm::epoch() << 16) + (static_cast<int64_t>(sizes.size()) << 8) + static_cast<int64_t>(dtype);
+  const auto kind = (comm::group_generation() << 16) + (static_cast<int64_t>(sizes.size()) << 8) + static_cast<int64_t>(dtype);
   if (plan.communicates() && std::exchange(plan.agreed, kind) != kind) {
-    in_step(
+    with_step_context(
         from, to, plan.steps.front(), [&] { check_metadata(from, to, sizes, dtype); },
         [&] { return communicating_dims(plan.steps); });
   }

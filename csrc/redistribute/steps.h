@@ -7,7 +7,7 @@
 
 namespace shardtensor {
 
-// A piece on its way.
+// A piece between two steps of its move, and the layout that it is in.
 struct StepState : PendingPiece {
   LayoutPtr layout;
   c10::IntArrayRef sizes; // global
@@ -29,9 +29,9 @@ uint64_t communicating_dims(c10::ArrayRef<Step> steps);
 inline uint64_t nothing_due() {
   return 0;
 }
-// Errors name the step. due(): the mesh dims along which a collective would still have begun.
+// Runs one step; its errors name the step. due(): the mesh dims (bits) along which collectives are still due if it fails.
 template <typename F, typename Due>
-void in_step(const Layout& from, const Layout& to, const Step& step, const F& run, const Due& due) {
+void with_step_context(const Layout& from, const Layout& to, const Step& step, const F& run, const Due& due) {
   const auto text = [&] {
     const auto along = step.mesh_dim < 0 ? std::string() : c10::str(" along mesh dim ", step.mesh_dim);
     return c10::str("redistribute: from ", from.str(), " to ", to.str(), ", step ", name_of(step.kind), along);
@@ -40,7 +40,7 @@ void in_step(const Layout& from, const Layout& to, const Step& step, const F& ru
 }
 
 // Makes errors of `rest` name the step too.
-comm::InFlight in_its_step(comm::InFlight rest, const Layout& from, const Layout& to, const Step& step);
+comm::InFlight with_step_context(comm::InFlight rest, const Layout& from, const Layout& to, const Step& step);
 
 // `next`: the layout after the step. Every rank of the mesh calls it; for a transfer between meshes, those of either. Its
 // messages are found once for each pair of layouts and size (plan_cache.h).

@@ -279,7 +279,7 @@ std::optional<at::Tensor> traced_step(
       }
       return graph::all_reduce(local, mesh, m, p.reduce);
     case StepKind::ReduceScatter:
-      if (graph::adds_up(p.reduce, local.scalar_type())) {
+      if (graph::can_reduce_scatter(p.reduce, local.scalar_type())) {
         if (const auto lengths = lengths_along(next, m, sizes)) {
           return reduce_scatter(local, q.dim, *lengths, mesh, m, p.reduce);
         }
@@ -305,7 +305,7 @@ std::optional<at::Tensor> traced_step(
       return std::nullopt;
     case StepKind::Pad:
       if (const auto lengths = lengths_along(now, m, sizes)) {
-        const auto nothing = no_summand(q.reduce, local.scalar_type(), q.norm_order);
+        const auto nothing = neutral_summand(q.reduce, local.scalar_type(), q.norm_order);
         return spread(local, p.dim, *lengths, mesh.coordinate()[m], nothing);
       }
       return std::nullopt;

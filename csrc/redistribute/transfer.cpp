@@ -280,9 +280,9 @@ int64_t server_of(int64_t n, int64_t copies) {
 
 // Which rank holds what before, which rank wants what after, and which holder serves which receiver. A receiver that is itself
 // a holder is served along its own row of the mesh; for other receivers the holders of a piece take turns.
-class Match {
+class HolderAssignment {
  public:
-  Match(const Layout& from, const Layout& to, IntArrayRef sizes) : from_(from), to_(to), sizes_(sizes) {
+  HolderAssignment(const Layout& from, const Layout& to, IntArrayRef sizes) : from_(from), to_(to), sizes_(sizes) {
     for (const auto* side : {&from_, &to_}) {
       for (auto m : side->summands) {
         TORCH_INTERNAL_ASSERT(
@@ -544,7 +544,7 @@ const std::vector<Box>& Boxes::all() const {
 }
 
 Transfer transfer_of(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t rank) {
-  return Match(from, to, sizes).of(rank);
+  return HolderAssignment(from, to, sizes).of(rank);
 }
 
 int64_t common_length(const Intervals& a, const Intervals& b) {
@@ -556,7 +556,7 @@ int64_t common_length(const Intervals& a, const Intervals& b) {
 }
 
 Traffic traffic_of_transfer(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t rank) {
-  return Match(from, to, sizes).traffic_of(rank);
+  return HolderAssignment(from, to, sizes).traffic_of(rank);
 }
 
 namespace {
@@ -584,11 +584,11 @@ std::shared_ptr<const RankTransfer> cached_transfer(const Layout& from, const La
   return cached<RankTransfer>(from, to, CachedKind::Transfer, sizes, [&] {
     RankTransfer x{transfer_of(from, to, sizes, to.mesh().rank())};
     list_peers(x);
-    const auto newcomers = cached<JoiningRanks>(from, to, CachedKind::Newcomers, {}, [&] {
-                             return JoiningRanks{ranks_without(to.mesh(), from.mesh())};
-                           })->ranks;
-    x.callers = from.mesh().size() + newcomers;
-    x.all_held = newcomers == 0 && !from.is_sharded();
+    const auto joining = cached<JoiningRanks>(from, to, CachedKind::JoiningRanks, {}, [&] {
+                           return JoiningRanks{ranks_without(to.mesh(), from.mesh())};
+                         })->ranks;
+    x.callers = from.mesh().size() + joining;
+    x.all_held = joining == 0 && !from.is_sharded();
     return x;
   });
 }

@@ -20,7 +20,7 @@ class Boxes {
   // The indices of one dim that each of the other pieces shares.
   struct DimRuns {
     std::vector<Interval> runs;
-    std::vector<size_t> ends; // in `runs`, of each piece's; empty: one run each
+    std::vector<size_t> ends; // where each piece's runs end in `runs`; empty: each piece has one run
 
     size_t pieces() const {
       return ends.empty() ? runs.size() : ends.size();
@@ -37,7 +37,7 @@ class Boxes {
   using RunsByDim = c10::SmallVector<DimRuns, 4>;
 
   Boxes() = default;
-  // `picked`: which of the products of the dims' pieces, the last dim the fastest.
+  // `picked`: numbers of combinations of the dims' pieces, counted with the last dim fastest.
   Boxes(RunsByDim dims, std::vector<uint32_t> picked);
 
   bool empty() const {

@@ -5,10 +5,14 @@
 
 namespace shardtensor::rules {
 
-// "*..,*.K->*.K": one item for each Tensor argument of the schema (also for one that is None), then one for each result. * all
-// dims before the named ones. They broadcast, and may be cut. . one dim that stays whole K one dim that may be cut, the same
-// one at each occurrence of the letter 0 a result without elements, which is the same on all ranks ^ like *, for a result that
-// has only the batch of the first operand A result that lacks a cut dim does not depend on that dim. (It is not a sum over it.)
+// "*..,*.K->*.K": one item for each Tensor argument of the schema (also for one that is None), then one for each result.
+// - *: all dims before the named ones. They broadcast, and may be cut.
+// - .: one dim, which stays whole.
+// - K: one dim, which may be cut. The same letter stands for the same factor everywhere.
+// - 0: a result without elements, which is the same on all ranks.
+// - ^: like *, for a result that has only the batch dims of the first operand.
+//
+// A result that lacks a cut dim does not depend on that dim. (It is not a sum over it.)
 Rule batched(const Call& call, const char* text);
 
 // The same as a rule function, linear in each of these operands alone.

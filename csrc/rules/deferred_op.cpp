@@ -160,7 +160,7 @@ class CallReader {
     sizes_ = sizes_.slice(n);
     return out;
   }
-  // Without a mesh: reads on behind it.
+  // Without a mesh, only skips the words of the layout.
   LayoutPtr layout(const MeshPtr& mesh) {
     Placements placements;
     Cuts cuts;
@@ -332,7 +332,7 @@ void defer_call(KernelRun& run, const std::vector<std::optional<DeferredResult>>
     made.number(results[r] ? kTensor : kNothing);
     if (results[r]) {
       const auto& result = run.solution.results[r];
-      auto whole = results[r]->sizes; // as far as the piece has it
+      auto whole = results[r]->sizes; // stays the piece's where only the local result gives a size
       for (size_t d = 0; d < result.sizes.size(); ++d) {
         const auto& from = result.sizes[d];
         if (from.operand != -1) {

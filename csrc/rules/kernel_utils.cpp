@@ -78,7 +78,7 @@ Rule unread(const Call& call, Kernel kernel) {
   return rule;
 }
 
-void give(const KernelRun& run, const std::vector<at::Tensor>& results) {
+void return_results(const KernelRun& run, const std::vector<at::Tensor>& results) {
   const auto& arguments = run.op.schema().arguments();
   std::vector<c10::IValue> out;
   size_t nth = 0;

@@ -18,14 +18,14 @@ void add_outputs(const Call& call, Rule& rule);
 // The bits of `operands` and of every out= argument.
 OperandSet with_outputs(const Call& call, OperandSet operands);
 
-// Operands and one result of one shape; the dims in `mask` are whole. Values pass through.
+// The rule of an op that only moves values: the operands and the one result have one shape. The dims in `mask` are whole.
 Rule whole_along(const Call& call, uint64_t mask);
 
-// No operand's values are read: the kernel knows the results.
+// The rule of an op whose results do not depend on the operands' values: `kernel` makes them.
 Rule unread(const Call& call, Kernel kernel);
 
 // Returns the results, or writes them into the arguments that the schema says are returned (in-place, out=).
-void give(const KernelRun& run, const std::vector<at::Tensor>& results);
+void return_results(const KernelRun& run, const std::vector<at::Tensor>& results);
 
 // For kernels that work along one dim.
 struct WorkDim {
@@ -49,7 +49,7 @@ at::Tensor over_ranks(const at::Tensor& t, const KernelRun& run, uint64_t mesh_d
 // Gathers every piece's `mine`, one slice per rank along the mesh dim, joined along `dim` in the pieces' order.
 at::Tensor gather_slices(const at::Tensor& mine, int64_t dim, const Mesh& mesh, int64_t mesh_dim);
 
-// amax or amin of a piece, keeping the dims; the identity where the piece is empty along `dims`.
+// amax or amin of a piece, keeping the dims; the neutral value if the piece is empty along `dims`.
 at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op);
 
 // The factor that a norm of this order sums over.

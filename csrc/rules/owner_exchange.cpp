@@ -44,7 +44,7 @@ std::vector<at::Tensor> exchange_parts(
     }
   }
   auto mail = messages(parts[0], peers, to_peers, from_peers, mesh, mesh.size());
-  const auto slots = kernels::parts_of(mail.in, leaving(mail));
+  const auto slots = kernels::parts_of(mail.in, message_spacing(mail));
   for (size_t i = 0, next = 0; i < ranks.size(); ++i) {
     if (ranks[i] != mesh.rank()) {
       slots[next++].view(parts[i].sizes()).copy_(parts[i]);

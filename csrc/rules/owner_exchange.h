@@ -10,8 +10,8 @@
 
 namespace shardtensor::rules {
 
-// Sends part i to ranks[i], which all do the same; this rank is among them. Returns what they send to it: received[i] elements of
-// each, flat.
+// Sends parts[i] to ranks[i]. All of `ranks`, this rank among them, make the same call. Returns the flat parts that they send to
+// this rank: received[i] elements from ranks[i].
 std::vector<at::Tensor> exchange_parts(
     const std::vector<at::Tensor>& parts,
     const std::vector<int64_t>& received,
@@ -21,8 +21,8 @@ std::vector<at::Tensor> exchange_parts(
 class OwnerExchange {
  public:
   // The owners: ranks with pieces of `layout`, a tensor whose dims from `lead` on have these sizes, cut into one run per rank.
-  // `at`: the items' indices along each of those dims. Ranks that differ along other dims do not meet. Every rank of the mesh
-  // calls it. Raises on all ranks that meet if an index is out of range.
+  // `at`: the items' indices along each of those dims. Only ranks with the same indices along the other dims exchange items.
+  // Every rank of the mesh calls it. If an index is out of range, all ranks that exchange items raise.
   OwnerExchange(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const std::vector<at::Tensor>& at);
 
   // From one row for each of this rank's items to the rows of the items that this rank owns, ordered by the rank that they come

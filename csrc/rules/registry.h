@@ -2,7 +2,7 @@
 // Uses rule.h. Filled by the families' register functions below, read by dispatch/.
 #pragma once
 
-#include "rules/formulas.h"
+#include "rules/autograd_formulas.h"
 #include "rules/rule.h"
 
 #include <optional>
@@ -35,16 +35,17 @@ enum class Way : uint8_t {
 // CompositeExplicit kernel.
 constexpr RuleFn kAsOtherOps = nullptr;
 
-// Runs an op as other ops, on the global tensors, below autograd. Undefined: the op returns nothing. None: not this call.
+// Runs an op as other ops, on the global tensors, below autograd. Undefined: the op returns nothing. None: this call runs by the
+// rule.
 using CallsFn = std::optional<at::Tensor> (*)(c10::ArrayRef<c10::IValue> arguments);
 
 struct Options {
   Way way = Way::Rule;
   const char* why = nullptr;
-  // Of an op with a rule: for calls where several ops send less. None for all others, which run by the rule.
+  // Of an op with a rule: runs a call as several ops if these send less, and returns None for other calls.
   CallsFn calls = nullptr;
-  // The op's kernel at the autograd key, but for out= forms. Without one, torch's formula is used. If torch would decompose the
-  // op, its rule is used only if it has a formula, this or torch's.
+  // The op's kernel at the autograd key, except for out= forms. Without one, torch's formula is used. If torch would decompose
+  // the op, its rule is used only if it has a formula, this or torch's.
   Formula autograd = nullptr;
   // The rule takes a graph's symbols for integers among the arguments, and its kernel also for sizes. Without this the graph is
   // guarded to have these numbers.

@@ -299,7 +299,7 @@ struct Rule {
   }
 };
 
-// The rule's notes, to add to them.
+// The rule's data for its kernel, to change it.
 template <typename T>
 T& kernel_data(Rule& rule) {
   auto* found = std::any_cast<T>(&rule.kernel_data);
@@ -331,8 +331,8 @@ class Reads {
   uint64_t bits_ = 0;
 };
 
-// What a rule may know of a number without needing a solution for each value: bits. Also of a tensor that stands for a number
-// of the script.
+// Facts about a number (bits) that a rule may read without needing a solution for each value. Also about a tensor that stands for
+// a number of the script.
 enum NumberKind : uint32_t { kInfinite = 1, kZero = 2 };
 uint32_t kind_of_number(const c10::Scalar& number);
 uint32_t kind_of_number(const at::Tensor& t);
@@ -449,7 +449,7 @@ class Call {
   SymSizes sym_ints(int64_t i) const;
   // Wrapped into [0, ndim); raises IndexError as torch does.
   int64_t dim(int64_t i, int64_t ndim) const;
-  // Bits of Number: of all numbers among the arguments together.
+  // Bits of NumberKind: of all numbers among the arguments together.
   uint32_t kinds_of_numbers() const;
   // The index in `tensors` of argument `i` (item `index` of it), or -1 if it is None.
   int64_t operand(int64_t i, int64_t index = -1) const;
@@ -508,7 +508,7 @@ Rule replicate(const Call& call);
 // The same rule, linear in each of these operands alone.
 Rule linear(Rule rule, std::initializer_list<int> operands);
 
-// Another rule that is linear in the first operand, the others whole: the gradient in every *_backward.
+// Another rule that is linear in the first operand, which in every *_backward is the gradient, if the others are whole.
 template <RuleFn rule>
 Rule linear_in_first(const Call& call) {
   return linear(rule(call), {0});

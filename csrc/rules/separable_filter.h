@@ -8,19 +8,19 @@
 
 namespace shardtensor::rules {
 
-// Noted by rules whose space is cut. The windows' reaches say what a result reads of the input.
+// The kernel data of rules whose space is cut. The windows' reaches say what a result reads of the input.
 struct SeparableFilter : Windows {
   // Calls the forward op on `input`, with results of the sizes `out` along the dims of space; along dim `along` the positions
   // are those of the call.
   at::Tensor (*op)(const KernelRun& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along) = nullptr;
   // For backwards that scatter each gradient to one element (nearest): gradients per element along dim `along`, in order. Null:
   // the forward op's weights are used.
-  at::Tensor (*counts)(const KernelRun& run, const SeparableFilter& bands, int64_t along, const at::TensorOptions& options) =
+  at::Tensor (*counts)(const KernelRun& run, const SeparableFilter& filter, int64_t along, const at::TensorOptions& options) =
       nullptr;
 };
 
 // Adds the windows, sizes and kernel to a rule of planes(). `sizes`: as read_through() takes them.
-void read_in_bands(Rule& rule, SymSizes sizes, SeparableFilter bands);
+void add_separable_filter(Rule& rule, SymSizes sizes, SeparableFilter filter);
 
 // The op itself, or its forward op if it is a backward.
 c10::OperatorHandle forward_op(const KernelRun& run);

@@ -73,7 +73,7 @@ struct Solution final : c10::intrusive_ptr_target {
   Kernel kernel = nullptr;
   PiecePredicate kernel_if = nullptr; // the kernel runs only if this holds for a local tensor
   PutBackFn put_back = nullptr;       // set if the kernel of a view copies
-  std::any kernel_data;               // Rule::notes
+  std::any kernel_data;               // Rule::kernel_data
   bool geometry = false;              // every result has one
   // What the rule has read of the call, as the bits of Reads.
   uint64_t reads = 0;
@@ -82,7 +82,7 @@ struct Solution final : c10::intrusive_ptr_target {
 };
 using SolutionPtr = c10::intrusive_ptr<const Solution>;
 
-// The rule's notes for its kernel.
+// The rule's data for its kernel.
 template <typename T>
 const T& kernel_data(const Solution& solution) {
   const auto* found = std::any_cast<T>(&solution.kernel_data);

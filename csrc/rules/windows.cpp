@@ -66,12 +66,13 @@ void read_through(Rule& rule, const Windows& windows, SymSizes sizes) {
     const bool back = windows.reversed;
     read_through(rule, windows.lead + i, back ? size : count, back ? mirror(reach, size) : reach);
   }
-  for (size_t o = 1; windows.backward && o < rule.operands.size(); ++o) { // the input; then indices, which lie as the gradient
+  // The input is cut as the result; indices are cut as the gradient.
+  for (size_t o = 1; windows.backward && o < rule.operands.size(); ++o) {
     rule.operands[o].dims = o == 1 ? result.dims : rule.operands[0].dims;
   }
 }
 
-bool makes_nothing(c10::SymIntArrayRef sizes) {
+bool has_no_elements(c10::SymIntArrayRef sizes) {
   return std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& n) { return n == 0; });
 }
 
@@ -146,7 +147,7 @@ bool run_windowed(
     const Windows& windows,
     c10::function_ref<NativeIntervals(int64_t i, const WindowShare& share)> each,
     Kernel call) {
-  const bool works = !is_empty(run.arg(0).toTensor()) && !makes_nothing(sizes_of_piece(run));
+  const bool works = !is_empty(run.arg(0).toTensor()) && !has_no_elements(sizes_of_piece(run));
   if (!works) {
     run.arg(0) = zeros_for_one(run, windows, 0, [](const WindowShare& s) { return s.reads.length(); });
     if (windows.backward && run.arg(1).isTensor()) {

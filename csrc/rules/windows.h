@@ -26,7 +26,7 @@ Rule planes(const Call& call, int64_t space);
 void read_through(Rule& rule, int64_t d, int64_t count, const Reach& reach);
 
 // Whether a result of these sizes has no elements.
-bool makes_nothing(c10::SymIntArrayRef sizes);
+bool has_no_elements(c10::SymIntArrayRef sizes);
 
 // A kernel's taps along one dim.
 struct WindowSpec {
@@ -150,8 +150,8 @@ std::vector<c10::IValue> results_of_op(const KernelRun& run);
 bool may_ask_values(const at::Tensor& piece);
 
 // Smallest piece, in bytes, for which a convolution overlaps computing with its halo (1 MiB; tests set less).
-int64_t second_call();
-void set_second_call(int64_t bytes);
+int64_t min_overlap_bytes();
+void set_min_overlap_bytes(int64_t bytes);
 
 // Item i of a list of integers that has one per dim of space, or one for all.
 inline int64_t integer_at(c10::IntArrayRef list, int64_t i) {

@@ -80,7 +80,7 @@ List dense(c10::ArrayRef<Number> sizes, const DimOrder& order) {
   return strides;
 }
 
-// Whether the dims have these strides, but for those of size 1. True if there are no elements.
+// Whether the dims have these strides, except those of size 1. True if there are no elements.
 template <typename Number, typename List>
 bool lies(c10::ArrayRef<Number> sizes, c10::ArrayRef<Number> strides, const List& want) {
   bool out = true;

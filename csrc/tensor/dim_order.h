@@ -10,11 +10,11 @@ namespace shardtensor {
 // Dims from the outermost to the innermost. Empty: 0, 1, 2, ...
 using DimOrder = c10::SmallVector<int8_t, 5>;
 
-// From the strides alone, since the strides of a piece of size 1 say nothing. Also empty if a stride is 0: a dense copy is then
-// contiguous.
+// The order of the strides of a whole tensor. (A piece's strides say nothing if it has one index of a dim.) Empty also if a
+// stride is 0: a dense copy is then contiguous.
 DimOrder order_of(c10::IntArrayRef strides);
 
-// The same for all tensors: also counts dims of size 1, and strides of 0.
+// The order of the strides in any case, also if some are 0. Of dims with equal strides, those of size 1 come last.
 DimOrder exact_order_of(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 
 // The order of the dims of `like`, which may have symbols. Undefined, or another number of dims than `ndim`: contiguous.

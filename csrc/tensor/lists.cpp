@@ -15,16 +15,16 @@ bool fits(const at::Tensor& t, const ShardTensorImpl& lead) {
   if (!impl) {
     return t.dim() == 0; // a step counter
   }
-  return lies_with(*impl, lead) && !impl->is_detached_view() && lie_alike(impl->local(), lead.local());
+  return can_combine_locally(*impl, lead) && !impl->is_detached_view() && same_dense_order(impl->local(), lead.local());
 }
 
 } // namespace
 
-bool lies_with(const ShardTensorImpl& t, const ShardTensorImpl& lead) {
+bool can_combine_locally(const ShardTensorImpl& t, const ShardTensorImpl& lead) {
   return t.layout_ptr() == lead.layout_ptr() && t.sizes() == lead.sizes() && !t.layout().has_partial();
 }
 
-bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
+bool same_dense_order(const at::Tensor& a, const at::Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && a.is_non_overlapping_and_dense());
 }
 
@@ -45,7 +45,7 @@ Tensors laid_out_like(const Tensors& parameters, const Tensors& gradients) {
   for (size_t i = 0; i < index.size(); ++i) {
     const auto& p = *as_shard_tensor(parameters[index[i]]);
     auto local = std::move(locals[i]);
-    if (!lie_alike(local, p.local())) {
+    if (!same_dense_order(local, p.local())) {
       local = at::empty_strided(p.local().sizes(), p.local().strides(), local.options()).copy_(local);
     }
     out[index[i]] = wrap(std::move(local), p.layout_ptr(), p.sizes(), p.strides());

@@ -20,9 +20,9 @@ Tensors laid_out_like(const Tensors& parameters, const Tensors& gradients);
 std::optional<std::vector<Tensors>> local_lists(const std::vector<Tensors>& lists, int64_t read_only);
 
 // Whether both have the same sizes and the same layout, without summands: an elementwise op then needs no communication.
-bool lies_with(const ShardTensorImpl& t, const ShardTensorImpl& lead);
+bool can_combine_locally(const ShardTensorImpl& t, const ShardTensorImpl& lead);
 
 // Whether both have the same order of dims in memory, without gaps: some kernels treat several tensors as flat memory.
-bool lie_alike(const at::Tensor& a, const at::Tensor& b);
+bool same_dense_order(const at::Tensor& a, const at::Tensor& b);
 
 } // namespace shardtensor

@@ -22,8 +22,8 @@ enum class MovePurpose {
 struct MoveRequest {
   const at::Tensor& tensor; // a ShardTensor, unless `from` says where it is
   LayoutPtr to;
-  std::optional<MoveCause> cause =
-      {}; // empty: the user asked for the move. Otherwise observers hear of it, and errors name the op
+  // Empty: the user asked for the move. Otherwise observers hear of it, and errors name the op.
+  std::optional<MoveCause> cause = {};
   MovePurpose use = MovePurpose::Owning;
   // The data to move, if not the tensor's piece: values that an op has written elsewhere, or a plain tensor.
   std::optional<PieceInLayout> from = {};

@@ -13,7 +13,7 @@ struct TensorAccess {
   const at::Tensor* tensor;
   const ShardTensorImpl* impl;
   bool written;
-  size_t user; // uses by the same one may overlap
+  size_t user; // uses of one user may overlap
 };
 
 // Positions of two uses that may share elements, the first of which writes. Exact for slices, rows and columns of a tensor

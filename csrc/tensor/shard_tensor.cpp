@@ -280,7 +280,7 @@ bool PendingWork::wait(const at::Tensor& piece) {
       c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
       return rest_.wait_on_each_stream(piece);
     } catch (...) {
-      if (rest_) { // not now, but later
+      if (rest_) { // a CUDA graph is being captured: the caller may wait again later
         throw;
       }
       error_ = std::current_exception();

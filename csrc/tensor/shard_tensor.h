@@ -46,7 +46,7 @@ class PendingWork final : public c10::intrusive_ptr_target {
   std::exception_ptr error_;
 };
 
-// What all ranks know of a ShardTensor whose sizes are numbers.
+// The properties of a ShardTensor with numbers for sizes that are the same on all ranks.
 struct GlobalForm {
   LayoutPtr layout;
   Sizes sizes, strides;
@@ -56,7 +56,7 @@ struct GlobalForm {
 
 class ShardTensorImpl final : public c10::TensorImpl {
  public:
-  // Without sizes: set_sizes(), or set_sizes_and_strides() if there are symbols among them, comes next.
+  // Sets no sizes: call set_sizes() next, or set_sizes_and_strides() if some are symbols.
   ShardTensorImpl(at::Tensor local, LayoutPtr layout, bool traced);
   // A view: under inference mode it is an inference tensor only if its base is one.
   ShardTensorImpl(ImplType view, at::Tensor local, LayoutPtr layout, c10::Storage storage, bool traced, bool inference);
@@ -103,7 +103,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   const c10::intrusive_ptr<DetachedView>& detached_view() const {
     return detached_view_;
   }
-  // Whether its memory is not that of its base, and users can see the base.
+  // Whether it does not share its base's memory and users can see the base.
   bool watches() const {
     return detached_view_ && detached_view_->base_writes;
   }
@@ -122,7 +122,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
       note_write_to_summand();
     }
   }
-  // The counter of its storage: made if need be, or null if there is none.
+  // The write counter of its storage. writes() makes one if there is none; known_writes() returns null then.
   c10::intrusive_ptr<WriteCounter> writes() const;
   WriteCounter* known_writes() const;
   // Whether its sum may be kept for its next consumer (tensor/reduced_partials.h). Only if it is an op's result, or a view of
@@ -131,7 +131,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return keeps_sums_;
   }
   void let_keep_sums();
-  // The same for a sum of no dims that ranks make at once: its readers need no other rank, even if its piece counts no writes.
+  // The same for a summand of no dims that is reduced as soon as it is made: its readers need no other rank, even if its piece
+  // counts no writes.
   void read_sums() {
     keeps_sums_ = true;
   }
@@ -163,7 +164,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return storage();
   }
   void share_storage(const ShardTensorImpl& other);
-  // A view of `other` on all ranks: reads and keeps its sums.
+  // Shares the kept sums of `other`, of which this tensor is a view on all ranks.
   void share_sums(const ShardTensorImpl& other);
   bool shares_storage(const ShardTensorImpl& other) const {
     return has_storage_ && other.has_storage_ && storage_.unsafeGetStorageImpl() == other.storage_.unsafeGetStorageImpl();
@@ -191,7 +192,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   struct GraphMove {
     LayoutPtr layout;
     at::Tensor local;
-    uint64_t writes; // of this tensor before
+    uint64_t writes; // writes to this tensor before the move
   };
   uint64_t writes_before() const;
   struct GraphState {

@@ -18,7 +18,7 @@ struct WriteCounter final : c10::intrusive_ptr_target {
   WriteCounter();
   ~WriteCounter() override;
   void forget_sums();
-  void keep_no_sums(); // from now on
+  void keep_no_sums(); // drops those kept so far, too
 
   std::atomic<uint32_t> count{0};
   std::vector<std::shared_ptr<const ReducedPartial>> sums;

@@ -1,5 +1,5 @@
-"""What happens late, so that `import shardtensor` is quick and changes nothing in torch: names that import their module when they are
-read, and functions that are called after the import of a slow module of torch, or when shardtensor is first used."""
+"""Delays work, so that `import shardtensor` is quick and changes nothing in torch: names that import their module when they are read, and
+functions that are called after the import of a slow module of torch, or when shardtensor is first used."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from typing import Any
 
 
 def names(package: str, where: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`. `where`: the module that has each name, or that is it ("": the package itself has the
-    name as a submodule)."""
+    """A package's `__getattr__` and `__dir__`. `where`: the module that defines each name; "" if the name is a submodule of the package."""
 
     def __getattr__(name: str) -> Any:
         if name not in where:
@@ -90,8 +89,8 @@ def at_first_use(then: Callable[[], None]) -> None:
 def first_use() -> None:
     """The process is about to have a ShardTensor, or something else that torch's own functions would treat wrongly.
 
-    Called before everything with which that begins: init_device_mesh(), a mesh of the extension, a ShardedTensor, a
-    LocalShardsWrapper, replace_dtensor(). What raises is called again next time.
+    Everything that may be first calls it: init_device_mesh(), a mesh of the extension, a ShardedTensor, a LocalShardsWrapper,
+    replace_dtensor(). A function that raises is called again next time.
     """
     global _used
     if _used:

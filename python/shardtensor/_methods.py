@@ -42,15 +42,15 @@ def rebalance(
     tolerance: float = 0.02,
     multiple_of: int = 1,
 ) -> ShardTensor:
-    """The same tensor with its cuts moved so that all ranks have the same work, as nearly as whole rows allow. Rows keep their
-    order, and of all cuts that are as good (to `tolerance`) the one that moves the fewest bytes is taken; if a cut may be at more than
-    32 rows and these cost differently, one that moves few. Differentiable.
+    """The same tensor with its cuts moved so that all ranks have the same work, as nearly as whole rows allow. Rows keep their order. Of
+    all cuts that are equally good (to `tolerance`) it takes the one that moves the fewest bytes; if rows cost differently and a cut may be
+    at more than 32 of them, it tries only some, and takes one that moves few. Differentiable.
 
     costs: what each row costs, along the dim that is cut: a list or a plain tensor, the same on all ranks, or a ShardTensor.
-    times: what this rank's rows took in all, measured (the ranks exchange their times); or a list of all ranks' times along the
-    mesh dim. Each row of a rank then counts the same. One of the two must be given.
-    mesh_dim: whose cut moves; needed only if several mesh dims cut. multiple_of: pieces begin at multiples of it, such as a network's
-    strides together, whose halos are smaller then.
+    times: the measured time of all of this rank's rows (the ranks exchange their times); or a list of all ranks' times along the mesh dim.
+    Each row of a rank then counts the same. Pass either costs or times.
+    mesh_dim: the mesh dim whose cut moves; needed only if several mesh dims cut. multiple_of: pieces begin at multiples of it, for example
+    of the product of a network's strides, which makes its halos smaller.
 
     Tensors that belong together are moved alike by `y.redistribute(placements=y.placements, sharding_shapes=...)`.
     """

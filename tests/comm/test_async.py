@@ -162,8 +162,8 @@ def dropped_messages(shape):
             y = x.redistribute(others, [Shard(0)], async_op=True)
             assert me == 0 or torch.equal(y.to_local(), wanted[me]), i
     dist.barrier()
-    _C.let_arrive()
-    assert _C.left_in_flight() == 0
+    _C.drain_dropped()
+    assert _C.dropped_in_flight() == 0
 
 
 dropped_messages.calls = 0
@@ -194,8 +194,8 @@ def pools_of_moves(shape):
             assert want is None or torch.equal(y.to_local(), want)
     for y, want in kept:
         assert want is None or torch.equal(y.to_local(), want)
-    _C.let_arrive()
-    assert _C.left_in_flight() == 0
+    _C.drain_dropped()
+    assert _C.dropped_in_flight() == 0
 
 
 def gradients(shape):

@@ -203,11 +203,11 @@ def dropped_in_flight(kind):
             del y
             gc.collect()
             assert not nccl_like.lost(), (i, nccl_like.lost())
-            assert _C.left_in_flight() == (begun > 0), (i, begun)
+            assert _C.dropped_in_flight() == (begun > 0), (i, begun)
         finally:
             nccl_like.release()
-        _C.let_arrive()
-        assert _C.left_in_flight() == 0
+        _C.drain_dropped()
+        assert _C.dropped_in_flight() == 0
         assert nccl_like.in_flight() == before  # and then they are freed
 
 

@@ -56,8 +56,8 @@ for to in (Shard(0), Replicate()):
     torch.cuda.synchronize()
     assert not any(int(z.count_nonzero()) for z in zeros), to
     move(tiny).to_local()
-    _C.let_arrive()
-    assert _C.left_in_flight() == 0
+    _C.drain_dropped()
+    assert _C.dropped_in_flight() == 0
 """,
     "packed_input": """
 # The first use is on another stream: the sent data stays until NCCL has read it.
@@ -144,8 +144,8 @@ graph.replay()
 torch.cuda.synchronize()
 assert int((got != 2).sum()) == 0
 assert int((y.to_local() != 1).sum()) == 0  # now it may
-_C.let_arrive()
-assert _C.left_in_flight() == 0
+_C.drain_dropped()
+assert _C.dropped_in_flight() == 0
 """,
 }
 

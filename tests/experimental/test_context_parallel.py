@@ -281,10 +281,10 @@ def test_the_scores_are_never_whole(length=1500):
             with sdpa_kernel(backend), context_parallel(mesh_here(), buffers=[x], buffer_seq_dims=[2]):
                 q = x.clone().requires_grad_()
                 _C.count_memory(True)
-                _C.reset_most_held()
-                start = _C.held_memory()[0]
+                _C.reset_peak_memory()
+                start = _C.allocated_memory()[0]
                 imported_before(q, q, q, is_causal=True).sum().backward()
-                most = _C.held_memory()[1] - start
+                most = _C.allocated_memory()[1] - start
                 _C.count_memory(False)
             assert most < scores / 2, (backend, most, scores)
     finally:

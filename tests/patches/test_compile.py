@@ -24,6 +24,8 @@ from shardtensor.tensor import _compile
 from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.12 and newer compile functions of ShardTensors")
+
 # What a rank holds of the 7 rows, by the number of ranks.
 CUTS = {1: [7], 2: [5, 2], 3: [5, 0, 2]}
 

@@ -26,6 +26,8 @@ from shardtensor.parallel import (
 from shardtensor.tensor._modes import is_strict
 from test_compile import S0, S1, Block, P, R, _counting, _features, _steps, _tensor_parallel, _whole, equal_compiled, rows, spread
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.12 and newer compile functions of ShardTensors")
+
 
 def _row():
     return torch.arange(1.0, 7.0)

@@ -43,6 +43,8 @@ AT_IMPORT = {
     "torch.utils.flop_counter.flop_registry, how many",
 }
 """
+COMPILES = torch.__version__ >= "2.12"  # functions of ShardTensors
+IMPORT = "import shardtensor\n"
 A_MESH = 'shardtensor._C.Mesh("cpu", [1], [0], [], [""], 0)'
 
 
@@ -187,6 +189,8 @@ assert inside(torch.ones(4)).full_tensor().tolist() == [2] * 4
     "LocalShardsWrapper from a file": 'torch.load("shards0.pt")',
     "ShardedTensor from a file": GROUP + 'torch.load("sharded0.pt", weights_only=False)',
 }
+if not COMPILES:
+    del USES["torch.compile"]
 
 
 def test_all_is_made_at_the_first_use(tmp_path):
@@ -276,16 +280,15 @@ assert barrier is not torch.distributed.barrier and torch.distributed.barrier.__
     )
 
 
+@pytest.mark.skipif(not COMPILES, reason="torch 2.12 and newer compile functions of ShardTensors")
 def test_a_first_use_in_a_compiled_function_comes_before_its_graph():
     run(
         START
+        + IMPORT
+        + TORCHS_MESH
         + """
-import shardtensor as st
 import torch._functorch._aot_autograd.graph_capture as capture
 from shardtensor import _late
-from torch.distributed.device_mesh import init_device_mesh
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
 happened, stock = [], capture._create_graph
 def create_graph(*args, **options):
     happened.append("graph")
@@ -295,7 +298,7 @@ _late.at_first_use(lambda: happened.append("first use"))
 x = torch.randn(4, 3, requires_grad=True)
 @torch.compile(backend="aot_eager", fullgraph=True)
 def loss(x):
-    return (st.ShardTensor.from_local(x, mesh, [st.Shard(0)]) * x.detach().sum() * 2).sum().full_tensor()
+    return (shardtensor.ShardTensor.from_local(x, mesh, [Shard(0)]) * x.detach().sum() * 2).sum().full_tensor()
 loss(x).backward()
 assert happened[:2] == ["first use", "graph"], happened
 assert capture._create_graph.__wrapped__ is create_graph
@@ -307,13 +310,11 @@ torch.testing.assert_close(x.grad, torch.full((4, 3), 2.0) * x.detach().sum())
 def test_a_flop_counter_that_was_made_before_counts_alike():
     run(
         START
+        + IMPORT
+        + TORCHS_MESH
         + """
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
-import shardtensor as st
 counters = FlopCounterMode(display=False), FlopCounterMode(display=False)
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
 def count(counter, *tensors):
     x, w = (t.requires_grad_() for t in tensors)
     with counter:
@@ -321,7 +322,7 @@ def count(counter, *tensors):
     return counter.get_total_flops()
 tensors = torch.randn(2, 3, 4), torch.randn(5, 4)
 plain = count(counters[0], *tensors)
-ours = count(counters[1], *(st.distribute_tensor(t.detach(), mesh, [st.Replicate()]) for t in tensors))
+ours = count(counters[1], *(shardtensor.distribute_tensor(t.detach(), mesh, [Replicate()]) for t in tensors))
 assert ours == plain == 3 * 2 * 2 * 3 * 4 * 5, (ours, plain)
 """
     )
@@ -331,14 +332,12 @@ def test_models_that_were_wrapped_before_train_as_before():
     """fully_shard, DDP, clipping and a scheduler's step, set up by torch alone, go on after the first use."""
     run(
         START
+        + IMPORT
+        + TORCHS_MESH
         + """
 import copy
-import shardtensor as st
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
 plain = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
 models = [plain, fully_shard(copy.deepcopy(plain), mesh=mesh), DistributedDataParallel(copy.deepcopy(plain))]
 optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
@@ -356,7 +355,7 @@ def train():
         losses.append(loss.item())
     return losses
 first = train()
-weight = st.distribute_tensor(torch.ones(3, 3), mesh, [st.Shard(0)])
+weight = shardtensor.distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)])
 assert sys.modules["torch.optim.adam"].adam.__wrapped__.__name__ == "adam"
 for losses in (first, train(), train()):
     assert max(losses) - min(losses) < 1e-5, losses
@@ -369,8 +368,9 @@ def test_optimizers_that_were_made_before_take_part():
     """A class's step is wrapped with its first object, which here had plain parameters."""
     run(
         START
+        + IMPORT
+        + TORCHS_MESH
         + """
-import shardtensor as st
 def step(p):
     optimizer = torch.optim.LBFGS([p], max_iter=3)
     def closure():
@@ -381,9 +381,7 @@ def step(p):
     optimizer.step(closure)
     return p.detach()
 plain = step(torch.nn.Parameter(torch.arange(4.0)))
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-mesh = st.init_device_mesh("cpu", (1,))
-ours = step(torch.nn.Parameter(st.distribute_tensor(torch.arange(4.0), mesh, [st.Shard(0)])))
+ours = step(torch.nn.Parameter(shardtensor.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])))
 torch.testing.assert_close(ours.full_tensor(), plain)
 assert torch.optim.LBFGS.step.hooked and torch.optim.LBFGS.step.__code__.co_filename.endswith("optimizers.py")
 """

@@ -217,6 +217,42 @@ def test_errors_by_their_text_are_in_the_source():
     assert not [text for text in quoted if text not in source]
 
 
+# Folders whose files pages and scripts name, and where they are.
+FOLDERS = [folder for parent in ("csrc", "python/shardtensor") for folder in sorted((ROOT / parent).iterdir()) if folder.is_dir() and folder.name[0] != "_"]
+NAMED = re.compile(rf"(?<![\w./-])(?:csrc|python|tests|docs|benchmarks|cmake|examples|\.ci|{'|'.join(sorted({f.name for f in FOLDERS}))})/[\w./{{,}}-]*")
+
+
+def missing_files(text):
+    """The paths in the text of which the source tree has nothing: from its root, from csrc/ or from python/shardtensor; the end may be
+    left out (tensor/move). {a,b} is each of both; a path in which something is left open (test_<family>.py, *.h) does not count.
+    """
+    missing = []
+    for m in NAMED.finditer(text.replace("${ROOT}/", "").replace("${CSRC}/", "csrc/").replace("${KERNELS}/", "csrc/kernels/")):
+        if m.string[m.end() : m.end() + 1] in ("<", "*", "$", "("):
+            continue
+        before, _, rest = m[0].partition("{")
+        options, _, after = rest.partition("}")
+        for name in [before + option + after for option in options.split(",")]:
+            name = name.rstrip("./,")
+            places = [ROOT / top / (name + end) for top in ("", "csrc", "python/shardtensor") for end in ("", ".h", ".cpp", ".cu", ".py", ".pyi")]
+            if not any(place.exists() for place in places):
+                missing.append(name)
+    return missing
+
+
+def test_files_that_are_named_exist():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    scripts = [*(ROOT / ".ci").iterdir(), *(ROOT / "cmake").iterdir(), ROOT / "CMakeLists.txt", *(ROOT / "tests").glob("*/CMakeLists.txt")]
+    assert len(pages) > 20 and len(scripts) > 8
+    named = {str(f.relative_to(ROOT)): missing_files(f.read_text()) for f in (*pages, *scripts)}
+    assert {name: missing for name, missing in named.items() if missing} == {}
+
+
+def test_finds_files_that_are_not_there():
+    text = "`tensor/move`, tensor/nowhere.h and `csrc/rules/ops/`; tests/rules/test_<family>.py; ${CSRC}/layout/gone.cpp, rules/test_{a,b}.cpp"
+    assert missing_files(text) == ["tensor/nowhere.h", "csrc/layout/gone.cpp", "rules/test_a.cpp", "rules/test_b.cpp"]
+
+
 def headings(page):
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)}
 

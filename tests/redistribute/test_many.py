@@ -102,8 +102,8 @@ def test_later(seed):
             close(y._local_tensor, want)
     del results, y
     dist.barrier()
-    _C.let_arrive()
-    assert _C.left_in_flight() == 0
+    _C.drain_dropped()
+    assert _C.dropped_in_flight() == 0
 
 
 def three(n=3):

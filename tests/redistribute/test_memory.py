@@ -44,14 +44,14 @@ def most_held(move):
     most = math.inf
     _C.count_memory(True)
     try:
-        start = _C.held_memory()[0]
+        start = _C.allocated_memory()[0]
         for _ in range(8):  # Gloo's threads free a buffer shortly after they report the end of a call
             result = None
-            wait_until(lambda: _C.held_memory()[0] <= start)
+            wait_until(lambda: _C.allocated_memory()[0] <= start)
             _C.reset_comm_counts()
-            _C.reset_most_held()
+            _C.reset_peak_memory()
             result = move()
-            most = min(most, _C.held_memory()[1] - start)
+            most = min(most, _C.allocated_memory()[1] - start)
     finally:
         _C.count_memory(False)
     return most, result, sum(sent for _, sent in _C.comm_counts().values())
@@ -122,17 +122,17 @@ def test_peak_of_boxes(pools, world):
 def counted(shape):
     _C.count_memory(True)
     try:
-        _C.reset_most_held()
-        start = _C.held_memory()[0]
+        _C.reset_peak_memory()
+        start = _C.allocated_memory()[0]
         a = torch.empty(1 << 20, dtype=torch.uint8)
         b = torch.empty(1 << 20, dtype=torch.uint8)
         del a
         c = torch.empty(1 << 10, dtype=torch.uint8)
-        now, most = _C.held_memory()
+        now, most = _C.allocated_memory()
     finally:
         _C.count_memory(False)
     del b, c
-    return now - start, most - start, _C.held_memory()[0] - start
+    return now - start, most - start, _C.allocated_memory()[0] - start
 
 
 def test_the_counter_counts(pools):
@@ -150,10 +150,10 @@ def scattered(shape, dim):
     mine = torch.zeros_like(pieces[mesh.get_local_rank()], memory_format=torch.contiguous_format)
     _C.count_memory(True)
     try:
-        _C.reset_most_held()
-        start = _C.held_memory()[0]
+        _C.reset_peak_memory()
+        start = _C.allocated_memory()[0]
         _C.scatter(mine, pieces if mesh.get_local_rank() == 0 else [], view, 0, 0)
-        most = _C.held_memory()[1] - start
+        most = _C.allocated_memory()[1] - start
     finally:
         _C.count_memory(False)
     assert mine.sum() == mine.numel()

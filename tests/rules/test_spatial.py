@@ -508,13 +508,13 @@ AT_ONCE, NEVER = -(1 << 50), 1 << 50  # whether a rank calls torch on its piece 
 
 
 @contextlib.contextmanager
-def second_call(cost: int) -> Iterator[None]:
-    before = _C.second_call()
-    _C.set_second_call(cost)
+def min_overlap_bytes(cost: int) -> Iterator[None]:
+    before = _C.min_overlap_bytes()
+    _C.set_min_overlap_bytes(cost)
     try:
         yield
     finally:
-        _C.set_second_call(before)
+        _C.set_min_overlap_bytes(before)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -524,7 +524,7 @@ def test_piece_first(shape, seed):
     mesh = init_device_mesh("cpu", shape)
     draw = random.Random(f"piece first {seed}")
     done = 0
-    with second_call(AT_ONCE):
+    with min_overlap_bytes(AT_ONCE):
         while done < CALLS:
             call = draw_conv(draw, False)
             if call is not None:
@@ -551,7 +551,7 @@ def test_piece_first_in(dtype):
         grad = place(upstream, mesh, [Shard(2)], [[9, 2, 11]])
         for of in ((0, 1, 2), (0,), (1,), (2,), (1, 2)):
             want = gradients([x, w, b], of, upstream, groups)
-            with second_call(AT_ONCE):
+            with min_overlap_bytes(AT_ONCE):
                 got = gradients(placed, of, grad, groups)
             for i, (g, t) in enumerate(zip(got, want, strict=True)):
                 close = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-4}.get(dtype, 1e-9)
@@ -575,7 +575,7 @@ def test_gradients_of_any_layout(shape, second):
                 continue
             for to in draw.sample(kinds, min(len(kinds), 9)):
                 inputs = [placed(x, mesh, *at), *(placed(t, mesh, (weight, *["R"] * (len(shape) - 1)), EVEN) for t in (w, b))]
-                with second_call(second):
+                with min_overlap_bytes(second):
                     got = gradients(inputs, (0, 1, 2), placed(upstream, mesh, *to), groups)
                 for g, t in zip(got, want, strict=True):
                     compare(g.detach(), t.detach(), 1e-9, f"{batch} {groups} input {at} weight {weight} gradient {to}")
@@ -595,7 +595,7 @@ def run_memory(cost: int) -> list[int]:
             run()
         return sum(max(0, e.self_cpu_memory_usage) for e in seen.events())
 
-    with second_call(cost):
+    with min_overlap_bytes(cost):
         y = F.conv2d(x, w, padding=1)
         return [
             allocated(lambda: F.conv2d(x, w, padding=1)),

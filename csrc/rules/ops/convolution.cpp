@@ -244,8 +244,9 @@ void piece_first(KernelRun& run, const Solution::Halo& halo, const Windows& wind
   run.returns({out});
 }
 
-// A transposed convolution. Without padding its first result is the one that the first index of the operand reaches first:
-// results before and behind this rank's are dropped. torch drops `padding` on both sides, `output_padding` less behind.
+// A transposed convolution. Without padding, torch's first result is the first one that the operand's first index contributes to.
+// So results before and behind this rank's have to be dropped: torch drops `padding` results on both sides, and `output_padding`
+// fewer behind.
 NativeIntervals dropped_by_torch(const KernelRun& run, const Windows& windows, int64_t i, const WindowShare& share) {
   const auto& taps = windows.space[i].taps;
   const auto cells = taps.cells(share.read());
@@ -364,7 +365,8 @@ Interval own_results(const Reach& readers, const Interval& run, const PaddedInte
   return {start < end ? start - read.start() : 0, end - start};
 }
 
-// Of the gradients with their halo: the bias's. `piece`: what of them gives it, if the caller knows.
+// The bias's gradient, from the results' gradients with their halo (argument 0). `piece`: the part of these to add up, if the
+// caller knows it.
 at::Tensor bias_gradient(const KernelRun& run, const Windows& windows, const at::Tensor& piece) {
   auto own = piece.defined() ? piece : run.arg(0).toTensor();
   for (int64_t i = 0; i < windows.ndim() && !piece.defined() && !is_empty(own); ++i) {
@@ -555,10 +557,10 @@ Rule convolution_backward(const Call& call) {
 
 } // namespace
 
-int64_t second_call() {
+int64_t min_overlap_bytes() {
   return g_second_call.load(std::memory_order_relaxed);
 }
-void set_second_call(int64_t bytes) {
+void set_min_overlap_bytes(int64_t bytes) {
   g_second_call.store(bytes, std::memory_order_relaxed);
 }
 

@@ -34,7 +34,7 @@ void embedding_kernel(KernelRun& run) {
   const auto indices = run.arg(1).toTensor();
   check_bounds(indices, run.operands[0].symbols[0]);
   const auto held = mine(run, 0, 0);
-  const auto nothing = no_summand(ReduceOp::Sum, weight.scalar_type());
+  const auto nothing = neutral_summand(ReduceOp::Sum, weight.scalar_type());
   if (held.length == 0) {
     auto sizes = indices.sym_sizes().vec();
     sizes.push_back(weight.sym_size(1));

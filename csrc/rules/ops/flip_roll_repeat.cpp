@@ -201,7 +201,7 @@ Rule shifted_rule(const Call& call) {
   const auto shifts = call.ints(2);
   const auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.factors[dim].size = call.integer(3);
-  const auto beyond = call.flag(4) ? PaddingMode::Circular : PaddingMode::Padding;
+  const auto beyond = call.flag(4) ? PaddingMode::Circular : PaddingMode::Constant;
   for (const auto shift : shifts) {
     auto& copy = rule.operands.emplace_back(dims);
     copy.dims[dim] = rule.windows(dim, {1, 1, shift, shift, beyond});

@@ -32,7 +32,7 @@ at::Tensor wrapped(const at::Tensor& index, const c10::SymInt& size, bool negati
 
 // The value of a read for an index that another rank holds.
 at::Scalar elsewhere(const at::Tensor& x) {
-  return no_summand(ReduceOp::Sum, x.scalar_type());
+  return neutral_summand(ReduceOp::Sum, x.scalar_type());
 }
 
 // Indices into a piece with one spare row at its end. Indices outside the piece point to the spare row.
@@ -260,7 +260,7 @@ AdvancedIndex read_indices(const Call& call, int64_t self_ndim) {
   return out;
 }
 
-// Notes `how`.
+// `how` becomes the kernel's data.
 Rule indexed_rule(const Call& call, const AdvancedIndex& how, bool reads, Dims& shape) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -457,7 +457,7 @@ void triangle_kernel(KernelRun& run) {
              columns = at::arange(at::Scalar(x.sym_size(-1)), long_ints);
   const auto of = columns - rows.unsqueeze(1);
   const at::Scalar last(diagonal);
-  give(run, {x.masked_fill(lower ? of.gt(last) : of.lt(last), 0)});
+  return_results(run, {x.masked_fill(lower ? of.gt(last) : of.lt(last), 0)});
 }
 
 template <bool lower>

@@ -129,7 +129,7 @@ void register_linalg(Registry& r) {
   const Options solving{.autograd = formulas::factored, .symbols = true, .takes = o.takes, .one_dtype = 0b11, .asks_order = true};
   const Options with_pivots{.takes = o.takes, .one_dtype = 0b101, .asks_order = true};
   // Their gradient formulas, or the ops themselves, write into plain tensors.
-  Options local{.autograd = formulas::on_pieces, .takes = o.takes, .asks_order = true};
+  Options local{.autograd = formulas::local_autograd, .takes = o.takes, .asks_order = true};
   const auto add = [&](const char* name, RuleFn rule) { r.add(family, {name}, rule, o); };
   r.add(family, {"_linalg_check_errors"}, batch<"*->">);
   r.add(family, {"_linalg_det"}, batch<"*..->*,*..,*.">, factored);

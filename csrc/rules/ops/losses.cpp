@@ -92,11 +92,11 @@ Dims fit(const Dims& dims, const TensorArg& t) {
 }
 
 // Each sample of [N, C] gives one term, [C] is one sample. The classes of a sample stay on one rank.
-struct Samples {
+struct SampleDims {
   Dims both, batch;
 };
-Samples samples(Rule& rule, int64_t ndim) {
-  Samples s;
+SampleDims samples(Rule& rule, int64_t ndim) {
+  SampleDims s;
   if (ndim > 1) {
     s.batch.emplace_back(rule.factor());
   }
@@ -154,12 +154,12 @@ Rule margin_backward(const Call& call) {
 // ---- nll_loss: self [N, C, ...], target [N, ...], weight [C] ----
 
 // The dims of self: the classes are dim 1, or the only dim.
-struct Nll {
+struct NllDims {
   Dims self, target, classes;
 };
-Nll nll_dims(Rule& rule, int64_t ndim, const Factor& batch) {
+NllDims nll_dims(Rule& rule, int64_t ndim, const Factor& batch) {
   const Factor classes{.kernel = true, .reduce = ReduceOp::Sum};
-  Nll dims;
+  NllDims dims;
   const auto class_dim = ndim > 1 ? 1 : 0;
   for (int64_t d = 0; d < ndim; ++d) {
     dims.self.emplace_back(rule.factor(d == class_dim ? classes : batch));
@@ -384,7 +384,7 @@ void register_losses(Registry& r) {
        "soft_margin_loss_backward"},
       elementwise_backward, {.symbols = true});
   // torch's implementation reads the lengths from memory, or makes plain tensors of them.
-  r.add("losses", {"ctc_loss.IntList", "ctc_loss.Tensor"}, ctc, {.autograd = formulas::on_pieces, .takes = kWideReals});
+  r.add("losses", {"ctc_loss.IntList", "ctc_loss.Tensor"}, ctc, {.autograd = formulas::local_autograd, .takes = kWideReals});
   r.add("losses", {"cross_entropy_loss"}, kAsOtherOps, {.autograd = formulas::cross_entropy});
   r.add("losses", {"nll_loss", "nll_loss2d", "nll_loss_nd"}, kAsOtherOps, {.autograd = formulas::loss_of_labels});
   r.add("losses", {"multi_margin_loss"}, margin, margins);

@@ -136,7 +136,7 @@ void call_in_order(KernelRun& run, at::MemoryFormat format) {
 // ---- layer norm and rms norm: the last dims share statistics, those before are batch ----
 
 // For the kernels of layer norms: the first dim that is normalized.
-struct Axis {
+struct FirstNormalizedDim {
   int64_t first;
 };
 
@@ -152,13 +152,13 @@ NormDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch)
       out.weight.push_back(out.full.back());
     }
   }
-  rule.kernel_data = Axis{axis};
+  rule.kernel_data = FirstNormalizedDim{axis};
   add_operands(call, rule, out);
   return out;
 }
 
 StatsGroup layer_group(const KernelRun& run, const at::Tensor& x, const KernelRun::OperandInfo& at) {
-  const auto axis = kernel_data<Axis>(run.solution).first;
+  const auto axis = kernel_data<FirstNormalizedDim>(run.solution).first;
   const auto shape = guarded(Arguments{run}["normalized_shape"].toSymIntVector());
   const auto sizes = guarded(at.symbols.slice(axis));
   TORCH_CHECK(
@@ -173,7 +173,7 @@ StatsGroup layer_group(const KernelRun& run, const at::Tensor& x, const KernelRu
 }
 
 std::vector<int64_t> batch_dims(const KernelRun& run) {
-  std::vector<int64_t> dims(kernel_data<Axis>(run.solution).first);
+  std::vector<int64_t> dims(kernel_data<FirstNormalizedDim>(run.solution).first);
   for (size_t d = 0; d < dims.size(); ++d) {
     dims[d] = static_cast<int64_t>(d);
   }

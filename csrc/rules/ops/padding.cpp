@@ -125,7 +125,7 @@ std::optional<Windows> border_of(const Call& call, const TensorArg& input, int64
   return border;
 }
 
-// Which index of the input each of these results has, as source() in layout/reach.h.
+// Which index of the input each of these results has, as source_index() in layout/reach.h.
 at::Tensor sources(const Windows::WindowedDim& along, const Interval& results, const at::Device& device) {
   const auto at = at::arange(results.start, results.end(), at::TensorOptions(at::kLong).device(device));
   const auto e = at.add(along.reach.first);

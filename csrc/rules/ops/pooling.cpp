@@ -18,7 +18,7 @@ namespace shardtensor::rules {
 
 namespace {
 
-// Noted where space is cut.
+// The kernel's data if space is cut.
 struct Pool : Windows {
   bool merges = false; // one result along every dim of space that is cut: the ranks compare theirs
 
@@ -150,8 +150,8 @@ at::Tensor raveled(const std::vector<at::Tensor>& indices, c10::IntArrayRef size
   return out;
 }
 
-// The indices that windows of several sizes hold, one window after the other: the last index again at the end of those that are
-// not the widest. So torch's kernel for windows of one size finds the same values, and the same places.
+// The indices that windows of different sizes hold, one window after the other. Narrower windows repeat their last index, so that
+// torch's kernel for windows of one size finds the same values and the same places.
 at::Tensor one_by_one(const Windows::WindowedDim& along, const Interval& windows, const at::Device& device) {
   const auto& reach = along.reach;
   const auto numbers = at::TensorOptions(at::kLong).device(device);
@@ -164,7 +164,8 @@ Sizes plane_of(const at::Tensor& t, int64_t lead) {
   return guarded(t.sym_sizes().slice(lead));
 }
 
-// Where indices in the whole's planes lie in a box of these, as if that were flat; and whether they do: elsewhere 0.
+// For indices in the whole's planes: their flat indices in a box of the planes (0 if they are outside), and whether they are
+// inside.
 struct IndicesInBox {
   at::Tensor places, inside;
 };
@@ -240,7 +241,7 @@ void max_kernel(KernelRun& run) {
   if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
   }
-  auto plane = pool.sizes(); // that torch's op gets: its indices are those there
+  auto plane = pool.sizes(); // the plane that torch's op gets, which its indices refer to
   std::vector<std::pair<WindowShare, at::Tensor>> cut(plane.size());
   run_windowed(run, pool, [&](int64_t i, const WindowShare& share) {
     auto& [kept, held] = cut[i];
@@ -264,7 +265,8 @@ void max_kernel(KernelRun& run) {
       at[i] = at::take(held, at[i]);
     } else if (share.cut) {
       at[i] = at::add(at[i], share.reads.start());
-      if (share.reads.before) { // a window of nothing but the least value keeps its first tap: the first that is no padding
+      if (share.reads.before) { // if all of a window has the least value, torch returns its first tap; take the first that is not
+                                // padding
         at[i] = at::where(at::lt(at[i], 0), at::remainder(at[i], pool.space[i].taps.dilation), at[i]);
       }
     }
@@ -395,7 +397,7 @@ void fractional_kernel(KernelRun& run) {
   const auto& pool = kernel_data<Pool>(run.solution);
   const auto sizes = sizes_of_piece(run);
   const auto input = run.arg(0).toTensor();
-  if (makes_nothing(sizes)) {
+  if (has_no_elements(sizes)) {
     return run.returns({input.new_zeros_symint(sizes), at::zeros_symint(sizes, input.options().dtype(at::kLong))});
   }
   const auto space = pool.ndim();
@@ -433,22 +435,22 @@ at::Tensor average_combs(const KernelRun& run, const at::Tensor& input, c10::Int
 }
 
 // Adaptive average pooling to sizes that do not divide. Not if torch refuses the call.
-void average_in_bands(Rule& rule, const TensorArg& input, c10::IntArrayRef out, int64_t space, bool backward) {
-  SeparableFilter bands;
-  bands.lead = input.dim() - space;
-  bands.reversed = bands.backward = backward;
-  bands.op = average_combs;
-  if (bands.lead < 1 || !c10::isFloatingType(input.dtype)) {
+void average_by_weights(Rule& rule, const TensorArg& input, c10::IntArrayRef out, int64_t space, bool backward) {
+  SeparableFilter filter;
+  filter.lead = input.dim() - space;
+  filter.reversed = filter.backward = backward;
+  filter.op = average_combs;
+  if (filter.lead < 1 || !c10::isFloatingType(input.dtype)) {
     return;
   }
   for (int64_t i = 0; i < space; ++i) {
-    const auto size = input.size(bands.lead + i), count = integer_at(out, i);
+    const auto size = input.size(filter.lead + i), count = integer_at(out, i);
     if (size < 1 || count < 1) {
       return;
     }
-    bands.space.push_back({size, count, {size, count, 0, size - 1}});
+    filter.space.push_back({size, count, {size, count, 0, size - 1}});
   }
-  read_in_bands(rule, input.sym_sizes(), std::move(bands));
+  add_separable_filter(rule, input.sym_sizes(), std::move(filter));
   if (backward) {
     rule.operands[1].free = true; // only its sizes are read
   }
@@ -485,7 +487,7 @@ Rule pool(const Call& call) {
   if (!pool) {
     if (kind == PoolKind::AdaptiveAverage && cut_in_space(call, space)) {
       const auto out = backward ? Sizes(first.sizes().slice(first.dim() - space)) : call.ints(call.position("output_size"));
-      average_in_bands(rule, input, out, space, backward);
+      average_by_weights(rule, input, out, space, backward);
     }
     return rule;
   }
@@ -531,7 +533,7 @@ Rule fractional_pool_backward(const Call& call) {
 
 // ---- max_unpool: each value goes to the place in the whole's plane that its index names ----
 
-// Noted where space is cut.
+// The kernel's data if space is cut.
 struct PlaneSizes {
   int64_t lead; // dims before space
   Sizes sizes;  // of a plane

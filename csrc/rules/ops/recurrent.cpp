@@ -67,7 +67,7 @@ Rule left_aligned(const Call& call) {
 
 void register_recurrent(Registry& r) {
   const Options local{
-      .autograd = formulas::on_pieces, .plain = true}; // the modules make the first hidden state as a plain tensor
+      .autograd = formulas::local_autograd, .plain = true}; // the modules make the first hidden state as a plain tensor
   r.add("recurrent", {"gru.input", "lstm.input", "rnn_relu.input", "rnn_tanh.input"}, recurrent, local);
   r.add("attention", {"_native_multi_head_attention"}, fused_attention);
   r.add("attention", {"_nested_tensor_from_mask_left_aligned"}, left_aligned);

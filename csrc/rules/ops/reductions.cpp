@@ -31,7 +31,7 @@ uint64_t reduced_dims(const Call& call, int64_t ndim) {
   return dims.empty() ? kAllFactors : mask;
 }
 
-// What a rule made by reduce() tells its kernel.
+// The kernel's data of a rule made by reduce().
 struct ReductionSpec {
   uint64_t dims; // bits
   bool keepdim;
@@ -123,7 +123,7 @@ void neutral_kernel(KernelRun& run) {
   for (const auto& value : r.how.neutral) {
     out.push_back(at::full_symint(r.result_sizes(), value, r.x.options().dtype(c10::toRealValueType(dtype))));
   }
-  give(run, out);
+  return_results(run, out);
 }
 
 // The rule with these values for empty pieces.
@@ -171,7 +171,7 @@ void mean_kernel(KernelRun& run) {
       c10::isFloatingType(dtype) || c10::isComplexType(dtype),
       "mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. Got: ", dtype);
   auto total = at::sum(r.x, r.dims, r.how.keepdim, accumulate_type(dtype));
-  give(run, {total.div_(at::Scalar(r.global_count())).to(dtype)});
+  return_results(run, {total.div_(at::Scalar(r.global_count())).to(dtype)});
 }
 
 Rule mean(const Call& call) {
@@ -285,7 +285,7 @@ void best_kernel(KernelRun& run) {
     return flat ? t.reshape_symint(r.result_sizes()) : squeeze_dims(t, r.dims, r.how.keepdim);
   };
   const bool with_value = run.op.schema().returns().size() == 2;
-  give(run, with_value ? std::vector{shaped(best.value), shaped(best.index)} : std::vector{shaped(best.index)});
+  return_results(run, with_value ? std::vector{shaped(best.value), shaped(best.index)} : std::vector{shaped(best.index)});
 }
 
 template <ReduceOp op>
@@ -338,7 +338,7 @@ void renorm_kernel(KernelRun& run) {
   power = over_ranks(power, run, mesh_dims_of(run, mask), std::isinf(p) ? ReduceOp::Max : ReduceOp::Sum);
   const auto norms = std::isinf(p) ? power : power.pow_(1 / p);
   const auto scale = at::where(norms.gt(limit), limit / (norms + 1e-7), at::ones_like(norms));
-  give(run, {x.to(scale.scalar_type()).mul(scale).to(x.scalar_type())});
+  return_results(run, {x.to(scale.scalar_type()).mul(scale).to(x.scalar_type())});
 }
 
 Rule renorm(const Call& call) {
@@ -390,7 +390,7 @@ void var_kernel(KernelRun& run) {
     const auto whole = pairs ? at::view_as_complex(whole_mean) : whole_mean;
     out.push_back(squeeze_dims(whole, r.dims, r.how.keepdim).to(dtype));
   }
-  give(run, out);
+  return_results(run, out);
 }
 
 template <bool root>
@@ -410,7 +410,7 @@ void logsumexp_kernel(KernelRun& run) {
   auto top = over_ranks(extreme(x, r.dims, ReduceOp::Max), run, r.mesh_dims, ReduceOp::Max);
   top.masked_fill_(top.isinf(), 0);
   const auto total = over_ranks((x - top).exp_().sum(r.dims, true), run, r.mesh_dims, ReduceOp::Sum);
-  give(run, {squeeze_dims(total.log().add_(top), r.dims, r.how.keepdim).to(dtype)});
+  return_results(run, {squeeze_dims(total.log().add_(top), r.dims, r.how.keepdim).to(dtype)});
 }
 
 Rule logsumexp(const Call& call) {

@@ -39,7 +39,7 @@ Ratio ratio_of(const Windows::WindowedDim& along) {
   return {along.size / common, along.count / common};
 }
 
-// Noted where space is cut and the sizes say where results lie.
+// The kernel's data if space is cut and the ratio of the sizes places the results.
 struct ResampledSpace : Windows {
   Interpolation kind = Interpolation::Nearest;
 };
@@ -173,14 +173,14 @@ at::Tensor resample_combs(const KernelRun& run, const at::Tensor& input, c10::In
 
 // The other dims have one element and two results: with one result torch would copy.
 at::Tensor counts_of_nearest(
-    const KernelRun& run, const SeparableFilter& bands, int64_t along, const at::TensorOptions& options) {
-  const auto space = bands.ndim();
-  std::vector<int64_t> in(bands.lead + space, 1), out = in;
-  std::fill(out.begin() + bands.lead, out.end(), 2);
-  in[bands.lead + along] = bands.space[along].size;
-  out[bands.lead + along] = bands.space[along].count;
+    const KernelRun& run, const SeparableFilter& filter, int64_t along, const at::TensorOptions& options) {
+  const auto space = filter.ndim();
+  std::vector<int64_t> in(filter.lead + space, 1), out = in;
+  std::fill(out.begin() + filter.lead, out.end(), 2);
+  in[filter.lead + along] = filter.space[along].size;
+  out[filter.lead + along] = filter.space[along].count;
   std::vector<c10::IValue> stack{
-      at::ones(out, options), c10::List<int64_t>(c10::IntArrayRef(out).slice(bands.lead)),
+      at::ones(out, options), c10::List<int64_t>(c10::IntArrayRef(out).slice(filter.lead)),
       c10::List<int64_t>(c10::IntArrayRef(in))};
   push_scales(run, stack, space, along);
   c10::Dispatcher::singleton().findSchemaOrThrow(run.op.schema().name().c_str(), "").callBoxed(&stack);
@@ -200,15 +200,15 @@ ResamplingFilter sampling_of(const Call& call, Interpolation kind) {
 void cut_by_weights(const Call& call, Rule& rule, const Windows& windows, const ResamplingFilter& s, bool by_counts = false) {
   const auto aligned = argument(call, "align_corners");
   const bool align = aligned >= 0 && call.flag(aligned);
-  SeparableFilter bands{windows, resample_combs, by_counts ? counts_of_nearest : nullptr};
+  SeparableFilter filter{windows, resample_combs, by_counts ? counts_of_nearest : nullptr};
   bool any = false;
-  for (int64_t i = 0; i < bands.ndim(); ++i) {
-    auto& [size, count, reach, taps] = bands.space[i];
-    reach = reach_of(s, size, count, align, call.arg(first_scale(call.schema, bands.ndim()) + i));
+  for (int64_t i = 0; i < filter.ndim(); ++i) {
+    auto& [size, count, reach, taps] = filter.space[i];
+    reach = reach_of(s, size, count, align, call.arg(first_scale(call.schema, filter.ndim()) + i));
     any = any || size != count;
   }
-  if (any && bands.lead >= 1 && c10::isFloatingType(call.tensors[0].dtype)) {
-    read_in_bands(rule, call.tensors[0].sym_sizes(), std::move(bands));
+  if (any && filter.lead >= 1 && c10::isFloatingType(call.tensors[0].dtype)) {
+    add_separable_filter(rule, call.tensors[0].sym_sizes(), std::move(filter));
   }
 }
 
@@ -331,7 +331,7 @@ NativeIntervals resampled_slice(const KernelRun& run, const ResampledSpace& made
 void resample_kernel(KernelRun& run) {
   const auto& made = kernel_data<ResampledSpace>(run.solution);
   const auto sizes = guarded(sizes_of_piece(run)), given = guarded(run.arg(0).toTensor().sym_sizes());
-  for (int64_t i = 0; i < made.ndim(); ++i) { // also where no windows are: each element makes so many results
+  for (int64_t i = 0; i < made.ndim(); ++i) { // also dims without windows, where each element makes a number of results
     const auto d = made.lead + i;
     replace_size(run, "output_size", i, std::max<int64_t>(made.reversed ? given[d] : sizes[d], 1));
     if (made.reversed) {

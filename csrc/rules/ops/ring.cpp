@@ -68,8 +68,8 @@ bool keys_cut_alone(const Layout& q, const Layout& k, const Layout& v, int64_t s
   return any;
 }
 
-c10::SmallVector<Block, 2> blocks_of(Interval q, Interval k, bool causal) {
-  c10::SmallVector<Block, 2> out;
+c10::SmallVector<AttentionBlock, 2> blocks_of(Interval q, Interval k, bool causal) {
+  c10::SmallVector<AttentionBlock, 2> out;
   const auto add = [&](Interval queries, Interval keys, bool later) {
     if (queries.length > 0 && keys.length > 0) {
       out.push_back({queries, keys, later});
@@ -90,7 +90,7 @@ c10::SmallVector<Block, 2> blocks_of(Interval q, Interval k, bool causal) {
   return out;
 }
 
-Shares::Shares(c10::ArrayRef<Interval> queries, c10::ArrayRef<Interval> keys, bool causal, bool balance)
+WorkShares::WorkShares(c10::ArrayRef<Interval> queries, c10::ArrayRef<Interval> keys, bool causal, bool balance)
     : queries_(queries.begin(), queries.end()), rows_(queries.size() * queries.size(), 0) {
   const auto n = queries.size();
   if (!balance) {
@@ -140,12 +140,12 @@ at::Tensor blind_rows(const at::Tensor& mask) {
   return (mask.scalar_type() == at::kBool ? mask.logical_not() : mask.isneginf()).all(-1);
 }
 
-Interval Shares::lent(size_t i, size_t j) const {
+Interval WorkShares::lent(size_t i, size_t j) const {
   const auto n = rows_[i * queries_.size() + j];
   return {queries_[i].end() - n, n};
 }
 
-Interval Shares::kept(size_t i, size_t j) const {
+Interval WorkShares::kept(size_t i, size_t j) const {
   return {queries_[i].start, queries_[i].length - rows_[i * queries_.size() + j]};
 }
 
@@ -401,7 +401,7 @@ class Ring {
     return tensor_of(run_, name);
   }
   // A mask has rows for this rank's queries only.
-  Shares shares() const {
+  WorkShares shares() const {
     return {queries, keys, causal, !mask_.defined()};
   }
   // The keys of rank j that these queries see.
@@ -438,7 +438,7 @@ class Ring {
   }
 
   // Runs the op on a block, with these tensors in place of its arguments. Returns its results.
-  std::vector<c10::IValue> call(const std::map<std::string, at::Tensor>& tensors, const Block& b) const {
+  std::vector<c10::IValue> call(const std::map<std::string, at::Tensor>& tensors, const AttentionBlock& b) const {
     std::vector<c10::IValue> stack;
     const auto& arguments = run_.op.schema().arguments();
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -469,12 +469,12 @@ class Ring {
   }
 
   // Marks the queries that see no key of a block, by the rows of the mask; undefined without a mask.
-  at::Tensor blind(const Block& b) const {
+  at::Tensor blind(const AttentionBlock& b) const {
     return mask_.defined() ? blind_rows(mask_of(b)) : at::Tensor();
   }
 
  private:
-  at::Tensor mask_of(const Block& b) const {
+  at::Tensor mask_of(const AttentionBlock& b) const {
     const auto rows = mask_.size(-2) == 1 ? mask_ : mask_.narrow(-2, b.q.start - queries[me].start, b.q.length);
     return rows.size(-1) == 1 ? rows : rows.narrow(-1, b.k.start, b.k.length);
   }
@@ -506,7 +506,7 @@ struct RingStep {
   Interval keys_out, keys_in, queries_out, queries_in;
 };
 
-RingStep step_of(const Ring& ring, const Shares& shares, size_t rank, size_t step) {
+RingStep step_of(const Ring& ring, const WorkShares& shares, size_t rank, size_t step) {
   const auto n = ring.size();
   RingStep s;
   s.to = (rank + step) % n;
@@ -520,7 +520,7 @@ RingStep step_of(const Ring& ring, const Shares& shares, size_t rank, size_t ste
 
 // Whether any rank sends queries, or keys if they count, in a step. All ranks of a mesh take part in a call, also those of other
 // rings, which are alike.
-bool travels(const Ring& ring, const Shares& shares, size_t step, bool keys) {
+bool travels(const Ring& ring, const WorkShares& shares, size_t step, bool keys) {
   for (size_t i = 0; i < ring.size(); ++i) {
     const auto s = step_of(ring, shares, i, step);
     if (s.queries_out.length || (keys && s.keys_out.length)) {
@@ -532,7 +532,7 @@ bool travels(const Ring& ring, const Shares& shares, size_t step, bool keys) {
 
 // A pass of the ring: `Pass` says what is sent, computed and returned in a step.
 template <typename Pass>
-void go_round(const Ring& ring, const Shares& shares, Pass& pass) {
+void go_round(const Ring& ring, const WorkShares& shares, Pass& pass) {
   const auto n = ring.size();
   const auto mine = [&](size_t step) { return step_of(ring, shares, ring.me, step); };
   for (size_t now = 0; now <= n; ++now) {
@@ -563,9 +563,9 @@ struct RingMessage {
   at::Tensor q, grad, out, log; // another rank's queries, for this rank's keys
 };
 
-class Pass {
+class RingPass {
  public:
-  Pass(const Ring& ring, const Shares& shares)
+  RingPass(const Ring& ring, const WorkShares& shares)
       : ring_(ring), shares_(shares), queries_(ring.queries[ring.me]), keys_(ring.keys[ring.me]) {}
 
   void turn() {
@@ -597,15 +597,15 @@ class Pass {
   }
 
   const Ring& ring_;
-  const Shares& shares_;
+  const WorkShares& shares_;
   Interval queries_, keys_;
   RingMessage now_, next_;
 };
 
-class Forward : public Pass {
+class RingForward : public RingPass {
  public:
   static constexpr bool kGradients = false;
-  Forward(const Ring& ring, const Shares& shares) : Pass(ring, shares), mean_(queries_) {}
+  RingForward(const Ring& ring, const WorkShares& shares) : RingPass(ring, shares), mean_(queries_) {}
 
   void send(Mailbox& mail, const RingStep& s) {
     send_keys(mail, s);
@@ -700,11 +700,11 @@ class Forward : public Pass {
   std::vector<c10::IValue> rest_;
 };
 
-class Backward : public Pass {
+class RingBackward : public RingPass {
  public:
   static constexpr bool kGradients = true;
-  Backward(const Ring& ring, const Shares& shares)
-      : Pass(ring, shares),
+  RingBackward(const Ring& ring, const WorkShares& shares)
+      : RingPass(ring, shares),
         grad_(ring.upstream()),
         out_(ring.tensor("out")),
         log_(ring.logs(ring.tensor("logsumexp"), queries_.length)),
@@ -821,11 +821,11 @@ void run_pass(KernelRun& run) {
 } // namespace
 
 void attend(KernelRun& run) {
-  run_pass<Forward>(run);
+  run_pass<RingForward>(run);
 }
 
 void attend_backward(KernelRun& run) {
-  run_pass<Backward>(run);
+  run_pass<RingBackward>(run);
 }
 
 } // namespace shardtensor::rules

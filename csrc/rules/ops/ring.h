@@ -23,20 +23,20 @@ void attend_backward(KernelRun& run);
 // ---- who computes what: integer arithmetic on every rank's pieces ----
 
 // Queries `q` and keys `k`, by their places in the sequence. Causal: both begin at one place, and no query sees a later key.
-struct Block {
+struct AttentionBlock {
   Interval q, k;
   bool causal;
 };
 // The blocks with the scores of queries `q` and keys `k` that count: at most two.
-c10::SmallVector<Block, 2> blocks_of(Interval q, Interval k, bool causal);
+c10::SmallVector<AttentionBlock, 2> blocks_of(Interval q, Interval k, bool causal);
 
 // How the ranks share the work: for some queries of a rank, its last ones, the rank that holds the keys computes the attention.
 // These queries travel to the keys, and the results travel back.
-class Shares {
+class WorkShares {
  public:
   // Gives all ranks the same work, as far as the pieces of queries and keys allow. Without `balance`, no rank computes for
   // others.
-  Shares(c10::ArrayRef<Interval> queries, c10::ArrayRef<Interval> keys, bool causal, bool balance);
+  WorkShares(c10::ArrayRef<Interval> queries, c10::ArrayRef<Interval> keys, bool causal, bool balance);
 
   // The queries of rank i whose attention to the keys of rank j is computed by rank j (lent), and by rank i (kept).
   Interval lent(size_t i, size_t j) const;

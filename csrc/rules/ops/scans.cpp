@@ -83,12 +83,12 @@ at::Tensor with_products(at::Tensor scan, int64_t dim, const KernelRun& run) {
 
 void cumsum_kernel(KernelRun& run) {
   const auto dim = kernel_data<WorkDim>(run.solution).dim;
-  give(run, {with_sums(at::cumsum(run.arg(0).toTensor(), dim, dtype_of(run)), dim, run)});
+  return_results(run, {with_sums(at::cumsum(run.arg(0).toTensor(), dim, dtype_of(run)), dim, run)});
 }
 
 void cumprod_kernel(KernelRun& run) {
   const auto dim = kernel_data<WorkDim>(run.solution).dim;
-  give(run, {with_products(at::cumprod(run.arg(0).toTensor(), dim, dtype_of(run)), dim, run)});
+  return_results(run, {with_products(at::cumprod(run.arg(0).toTensor(), dim, dtype_of(run)), dim, run)});
 }
 
 // ---- their gradients ----
@@ -156,7 +156,7 @@ void logcumsumexp_kernel(KernelRun& run) {
   const auto scan = at::logcumsumexp(run.arg(0).toTensor(), dim);
   const auto nothing = slice_of(scan, dim, -std::numeric_limits<double>::infinity());
   const auto sum = [&](const at::Tensor& t) { return t.size(dim) ? at::logsumexp(t, {dim}, true) : nothing; };
-  give(run, {at::logaddexp(scan, before_me(end_slice(scan, nothing, dim), nothing, dim, run, sum))});
+  return_results(run, {at::logaddexp(scan, before_me(end_slice(scan, nothing, dim), nothing, dim, run, sum))});
 }
 
 // The running extreme and its index. Earlier pieces win only if they are strictly better, or NaN.
@@ -199,7 +199,7 @@ void cumulative_extreme_kernel(KernelRun& run) {
     std::tie(value, index) = combine(all_values, all_indices);
   }
   const auto stays = wins(values, before).logical_or_(where.lt(0));
-  give(run, {at::where(stays, values, before), at::where(stays, indices, where)});
+  return_results(run, {at::where(stays, values, before), at::where(stays, indices, where)});
 }
 
 // The dtype in which a sum or product along a dim is computed.
@@ -281,7 +281,7 @@ void topk_kernel(KernelRun& run) {
     std::tie(values, best) = at::topk_symint(candidates, few(candidates.sym_size(dim)), dim, largest, sorted);
     indices = positions.gather(dim, best);
   }
-  give(run, {values, indices});
+  return_results(run, {values, indices});
 }
 
 Rule topk(const Call& call) {

@@ -255,7 +255,7 @@ at::Tensor held_row(const at::Tensor& x, const SelectedRow& at, const c10::SymIn
   }
   auto shape = x.sym_sizes().vec();
   shape.erase(shape.begin() + at.dim);
-  return at::full_symint(shape, no_summand(ReduceOp::Sum, x.scalar_type()), x.options());
+  return at::full_symint(shape, neutral_summand(ReduceOp::Sum, x.scalar_type()), x.options());
 }
 
 void select_row_kernel(KernelRun& run) {
@@ -705,7 +705,7 @@ Rule unfold_backward(const Call& call) {
 void shared_kernel(KernelRun& run) {
   const auto& strides = kernel_data<SymSizes>(run.solution);
   const auto x = run.arg(0).toTensor();
-  if (!lies_by(x, strides)) {
+  if (!has_strides(x, strides)) {
     run.arg(0) = at::empty_strided_symint(x.sym_sizes(), strides, x.options()).copy_(x);
   }
   run.call_op();
@@ -719,7 +719,7 @@ Rule into_copy(const Call& call, Rule rule) {
     rule.kernel_data = form.strides;
     rule.always(shared_kernel);
   }
-  lies_so(rule, std::move(form));
+  set_copy_form(rule, std::move(form));
   return rule;
 }
 

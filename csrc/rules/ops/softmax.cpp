@@ -37,7 +37,7 @@ void softmax_kernel(KernelRun& run) {
   auto shifted = wide - top;
   auto powers = log ? shifted.exp() : shifted.exp_();
   const auto total = over_ranks(powers.sum({dim}, true), run, ranks, ReduceOp::Sum);
-  give(run, {(log ? shifted.sub_(total.log()) : powers.div_(total)).to(dtype)});
+  return_results(run, {(log ? shifted.sub_(total.log()) : powers.div_(total)).to(dtype)});
 }
 
 template <bool log>
@@ -55,7 +55,7 @@ void softmax_backward_kernel(KernelRun& run) {
   const auto y = run.arg(1).toTensor().to(wide);
   const auto weighed = log ? g : g * y;
   const auto total = over_ranks(weighed.sum({dim}, true), run, run.mesh_dims(dim), ReduceOp::Sum);
-  give(run, {(log ? g - y.exp().mul_(total) : weighed - y * total).to(dtype)});
+  return_results(run, {(log ? g - y.exp().mul_(total) : weighed - y * total).to(dtype)});
 }
 
 // Linear in the gradient.

@@ -226,7 +226,7 @@ Rule restrided(const Call& call) {
 
 } // namespace
 
-void lies_so(Rule& rule, CopyForm form) {
+void set_copy_form(Rule& rule, CopyForm form) {
   auto& result = rule.results[0];
   if (form.repeats) {
     result.order = order_of(guarded(form.strides)); // the meta kernels of torch 2.11 give another one
@@ -263,7 +263,7 @@ CopyForm form_of_copy(const TensorArg& x) {
   return form;
 }
 
-bool lies_by(const at::Tensor& x, const SymSizes& strides) {
+bool has_strides(const at::Tensor& x, const SymSizes& strides) {
   for (int64_t d = 0; d < x.dim(); ++d) {
     if (x.sym_size(d) > 1 && x.sym_stride(d) != strides[d]) {
       return false;
@@ -282,7 +282,7 @@ struct BaseStrides {
 void whole_strided_kernel(KernelRun& run) {
   auto x = run.arg(0).toTensor();
   const auto& [offset, strides] = kernel_data<BaseStrides>(run.solution);
-  if (!lies_by(x, strides)) {
+  if (!has_strides(x, strides)) {
     x = at::empty_strided_symint(x.sym_sizes(), strides, x.options()).copy_(x);
   }
   const auto sizes = run.arg(1).toSymIntVector(), steps = run.arg(2).toSymIntVector();
@@ -375,7 +375,7 @@ Rule as_strided_scatter(const Call& call) {
   rule.operands.emplace_back(std::move(part));
   rule.results.emplace_back(std::move(in));
   rule.kernel_data = BaseStrides{to.offset, form.strides};
-  lies_so(rule, std::move(form));
+  set_copy_form(rule, std::move(form));
   rule.always(strided_scatter_kernel);
   rule.linear.push_back(moves(call, 0b11, x.dtype));
   return rule;

@@ -50,13 +50,13 @@ at::Tensor none_along(const at::Tensor& x, int64_t dim, int64_t host);
 // all. But if a stride is 0, the copy is dense.
 struct CopyForm {
   SymSizes strides;
-  bool dense = false;   // as results are that torch makes
+  bool dense = false;   // like results that torch makes itself
   bool shared = false;  // elements may share memory
   bool repeats = false; // self has a stride of 0
 };
 CopyForm form_of_copy(const TensorArg& x);
-void lies_so(Rule& rule, CopyForm form); // the rule's result
-bool lies_by(const at::Tensor& x, const SymSizes& strides);
+void set_copy_form(Rule& rule, CopyForm form); // the rule's result
+bool has_strides(const at::Tensor& x, const SymSizes& strides);
 
 // The indices of `window` that lie in `piece`, as a slice of the piece.
 at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::SymWindow& window, const SymInterval& piece);

@@ -228,7 +228,7 @@ class Chooser {
       auto inside = read(*reach_of(static_cast<int64_t>(i), d), run, size / each).inside;
       inside = {inside.start * each, inside.length * each};
       auto lacking = inside.length;
-      for (const auto& turn : turns(inside, size)) {
+      for (const auto& turn : wrapped_runs(inside, size)) {
         lacking -= intersection(mine, turn.inside).length;
       }
       most = std::max(most, lacking);

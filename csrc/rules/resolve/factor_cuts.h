@@ -48,7 +48,7 @@ class FactorCuts {
   // stay.
   bool bound_boundaries(
       size_t i, int64_t d, int64_t m, Coordinate& c, const SymInterval& whole, SymSizes& least, SymSizes& most) const;
-  // The same of a dim that lies at one index of the factor.
+  // The same for a dim that lies at one index of the factor (Dim::at).
   bool bound_holder(
       size_t i, int64_t d, int64_t m, Coordinate& c, const SymInterval& whole, SymSizes& least, SymSizes& most) const;
   // The factor's cut that follows the donor's, if the donor is read through windows.

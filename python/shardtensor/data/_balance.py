@@ -23,8 +23,8 @@ from shardtensor.tensor._tensor import ShardTensor
 
 
 def balanced_cut(costs: Sequence[float], before: Sequence[int], tolerance: float = 0.0, multiple_of: int = 1) -> list[int]:
-    """The lengths of the ranks' runs of rows, in order, so that the dearest run costs as little as possible (times 1 +
-    tolerance). Of all such cuts, the one that moves the fewest rows.
+    """The lengths of the ranks' runs of rows, in order. The most expensive run costs as little as possible (times 1 + tolerance), and of
+    all such cuts this one moves the fewest rows.
 
     costs: of each row. before: the lengths now. multiple_of: runs begin at multiples of it.
     """
@@ -44,7 +44,7 @@ def balanced_cut(costs: Sequence[float], before: Sequence[int], tolerance: float
 
 
 def _number_of(row: int, places: list[int]) -> float:
-    """Between two places, a fraction."""
+    """The number of the row's place; a fraction if the row is between two places."""
     at = bisect_right(places, row) - 1
     return at + (row - places[at]) / (places[at + 1] - places[at]) if at + 1 < len(places) and row > places[at] else float(at)
 
@@ -62,7 +62,7 @@ def _start_before(total: list[float], end: int, most: float) -> int:
 
 
 def _least_bottleneck(total: list[float], n: int) -> float:
-    """The least possible cost of the dearest of n runs: finds a bound by bisection, then the cost of its runs."""
+    """The least possible cost of the most expensive of n runs: finds a bound by bisection, then the cost of its runs."""
     low, high = total[-1] / n, total[-1]
     for _ in range(60):
         middle = (low + high) / 2

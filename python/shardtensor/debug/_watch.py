@@ -69,8 +69,8 @@ class Halo:
 
 
 class Heard(Generic[T]):
-    """The listeners to one kind of event. If a listener returns a text, the event raises it instead of happening. C++ reports
-    while there are any.
+    """The listeners to one kind of event. If a listener returns a text, it is raised as an error, and the event does not happen. C++
+    reports while there are any.
     """
 
     def __init__(self, report: Callable[[Any], None], news: Callable[..., T]) -> None:

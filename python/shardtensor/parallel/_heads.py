@@ -1,4 +1,4 @@
-"""Finds attention heads that a plan has cut, or parted from the key/value heads that they read."""
+"""Finds attention heads that a plan has cut, or separated from the key/value heads that they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a missing patch for torch.compile does: no function of ShardTensors is compiled."""
+"""The effect of a missing patch for torch.compile: functions of ShardTensors are not compiled."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ _by_name: dict[int, tuple[Any, Any]] = {}  # those to replace in importers too, 
 
 
 def state(patch: Patch) -> str:
-    """What has become of the patch, in words."""
+    """The state of the patch, in words."""
     if not patch.needed:
         return f"not needed before torch {patch.since}" if _number(patch.since) > _TORCH else f"not needed since torch {patch.until}"
     return _states.get(patch, "waits for the first use of shardtensor")

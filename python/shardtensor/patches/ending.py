@@ -51,7 +51,7 @@ def _end() -> None:
     """
     _C.ended("ended its script")
     _let_arrive()
-    _C.keep_what_is_left()
+    _C.stop_freeing_dropped()
 
 
 def _let_arrive() -> None:
@@ -59,8 +59,8 @@ def _let_arrive() -> None:
     wait for the time-out.
     """
     if not _failed and sys.exc_info()[0] is None:
-        _C.let_arrive()
-    if _C.left_in_flight() and dist.is_initialized():
+        _C.drain_dropped()
+    if _C.dropped_in_flight() and dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
             _C.keep_for_ever(group)
 

@@ -29,7 +29,7 @@ def _settle(name: str) -> None:
     if name.partition("::")[0] in _TORCHS:
         return
     op, _, overload = name.partition(".")
-    register_below(name, lambda: _C.settle_op(op, overload))
+    register_below(name, lambda: _C.update_foreign_op(op, overload))
 
 
 def _after_impl(impl: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
-// Makes a Formula, which an op's entry names (rules/formulas.h), from a kernel. Uses dispatch/op.h.
+// Makes a Formula, which an op's entry names (rules/autograd_formulas.h), from a kernel. Uses dispatch/op.h.
 #pragma once
 
 #include "dispatch/op.h"
-#include "rules/formulas.h"
+#include "rules/autograd_formulas.h"
 
 #include <torch/library.h>
 

@@ -25,8 +25,8 @@ extern const Formula cat, combinations, cross_entropy, embedding, factored, fill
 extern const Formula einsum;
 // gradients.cpp
 extern const Formula add_, detach, has_same_storage, new_empty_strided, with_zeros;
-// on_pieces.cpp
-extern const Formula on_pieces;
+// local_autograd.cpp
+extern const Formula local_autograd;
 // double_backward.cpp
 extern const Formula convolution_backward, through_windows;
 // product_backward.cpp

@@ -1,7 +1,7 @@
 // Ops that run on local tensors together with their autograd: torch's gradient formula, or the op itself, writes into plain
 // tensors or reads values, which ShardTensors do not allow. The ops write no argument and return no view.
-#include "autograd/formula.h"
 #include "autograd/functions.h"
+#include "autograd/make_formula.h"
 #include "dispatch/call.h"
 #include "dispatch/meta_probe.h"
 #include "dispatch/outputs.h"
@@ -62,8 +62,8 @@ at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth
 }
 
 // A rank outside the mesh has empty pieces of the results (0 of a number), but records the same graph as all ranks.
-void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
-  const auto results = results_aside(op, stack, base, refs, solution.replicated->mesh());
+void run_outside_mesh(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
+  const auto results = results_outside_mesh(op, stack, base, refs, solution.replicated->mesh());
   at::Tensor nothing;
   for (const auto& r : refs) {
     if (!nothing.defined() || r.tensor->requires_grad()) {
@@ -93,7 +93,7 @@ void handle_local(const Op& op, c10::DispatchKeySet, torch::jit::Stack* stack_pt
   check_plain(op, refs);
   const auto solution = find_solution(op, stack, base, refs);
   if (!solution->replicated->mesh().has_this_rank()) {
-    return stand_aside(op, stack, base, refs, *solution);
+    return run_outside_mesh(op, stack, base, refs, *solution);
   }
   check_must_match(op, refs, *solution);
   Locals pieces;
@@ -124,6 +124,6 @@ void handle_local(const Op& op, c10::DispatchKeySet, torch::jit::Stack* stack_pt
 
 } // namespace
 
-const Formula formulas::on_pieces = formula<&handle_local>;
+const Formula formulas::local_autograd = formula<&handle_local>;
 
 } // namespace shardtensor
