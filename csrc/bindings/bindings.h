@@ -76,6 +76,7 @@ void register_dispatch(py::module& m);
 void register_indexing(py::module& m);
 void register_operators(py::module& m);
 void register_comm(py::module& m);
+void register_verdict(py::module& m);
 void register_random(py::module& m);
 void register_kernels(py::module& m);
 

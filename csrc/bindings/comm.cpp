@@ -5,6 +5,7 @@
 #include "comm/counts.h"
 #include "comm/desync.h"
 #include "comm/error_context.h"
+#include "comm/peer_store.h"
 #include "comm/range.h"
 #include "redistribute/exchange.h"
 #include "redistribute/plan.h"

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, m) {
   register_indexing(m);
   register_operators(m);
   register_comm(m);
+  register_verdict(m);
   register_random(m);
   register_kernels(m);
 }

@@ -7,7 +7,7 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
-#include <c10/util/hash.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
@@ -86,45 +86,38 @@ std::shared_ptr<PeerStore> world_of(const Mesh& mesh) {
   return world->has_store() ? world : nullptr;
 }
 
-// This process's, if it has made a collective.
-std::shared_ptr<PeerStore> any_world() {
-  for (auto& world : worlds().alive()) {
-    if (world->has_store()) {
-      return world;
-    }
-  }
-  return nullptr;
+std::vector<std::shared_ptr<PeerStore>> all_worlds() {
+  auto all = worlds().alive();
+  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& world) { return !world->has_store(); }), all.end());
+  return all;
 }
 
-struct WatchedGroup {
-  std::shared_ptr<PeerStore> world;
-  std::shared_ptr<GroupHistory> group;
-};
-PerGroup<WatchedGroup>& all_watched() {
-  static auto* all = new PerGroup<WatchedGroup>();
+PerGroup<GroupHistory>& all_watched() {
+  static auto* all = new PerGroup<GroupHistory>();
   return *all;
 }
-std::shared_ptr<WatchedGroup> watched(const GroupPtr& group, const Mesh& mesh, int64_t mesh_dim) {
-  return all_watched().get(group, [&] {
-    auto out = std::make_shared<WatchedGroup>();
-    out->world = world_of(mesh);
-    if (out->world) {
-      auto made = std::make_shared<GroupHistory>();
-      if (mesh_dim < 0) {
-        made->name = mesh.description().world;
-        made->ranks.resize(group->getSize());
-        std::iota(made->ranks.begin(), made->ranks.end(), 0);
-      } else {
-        made->name = mesh.group(mesh_dim);
-        auto coordinate = mesh.coordinate();
-        for (coordinate[mesh_dim] = 0; coordinate[mesh_dim] < mesh.size(mesh_dim); ++coordinate[mesh_dim]) {
-          made->ranks.push_back(mesh.rank_at(coordinate));
-        }
-      }
-      made->me = std::find(made->ranks.begin(), made->ranks.end(), mesh.rank()) - made->ranks.begin();
-      out->world->add(made);
-      out->group = std::move(made);
+// Null: without a store nothing is watched.
+std::shared_ptr<GroupHistory> watched(const GroupPtr& group, const Mesh& mesh, int64_t mesh_dim) {
+  return all_watched().get(group, [&]() -> std::shared_ptr<GroupHistory> {
+    auto world = world_of(mesh);
+    if (!world) {
+      return nullptr;
     }
+    auto out = std::make_shared<GroupHistory>();
+    out->world = world;
+    if (mesh_dim < 0) {
+      out->name = mesh.description().world;
+      out->ranks.resize(group->getSize());
+      std::iota(out->ranks.begin(), out->ranks.end(), 0);
+    } else {
+      out->name = mesh.group(mesh_dim);
+      auto coordinate = mesh.coordinate();
+      for (coordinate[mesh_dim] = 0; coordinate[mesh_dim] < mesh.size(mesh_dim); ++coordinate[mesh_dim]) {
+        out->ranks.push_back(mesh.rank_at(coordinate));
+      }
+    }
+    out->me = std::find(out->ranks.begin(), out->ranks.end(), mesh.rank()) - out->ranks.begin();
+    world->add(out);
     return out;
   });
 }
@@ -149,35 +142,26 @@ thread_local int64_t t_careful = 0;
   std::rethrow_exception(t_told);
 }
 
-std::string differ(int64_t rank, const std::string& mine, const Claim& other) {
-  return c10::str("the ranks make different collectives. Rank ", rank, ": ", mine, "; rank ", other.rank, ": ", other.text);
-}
-
-void compare_draws(GroupHistory& group, int64_t number, int64_t rank, const Claim& other) {
-  uint64_t mine = 0;
-  {
-    const std::lock_guard<std::mutex> lock(group.mutex);
-    mine = group.drawn_before[number % kKept];
-  }
-  if (mine != other.drawn) {
+// Why this rank's collective cannot meet the one that `first` has claimed its number for; empty if it can.
+std::string compare_with_claim(const Report& mine, const Report& first) {
+  auto why = differ(mine, first);
+  if (why.empty() && mine.drawn != first.drawn) {
     TORCH_WARN_ONCE(
-        "shardtensor: on ranks ", rank, " and ", other.rank,
+        "shardtensor: on ranks ", mine.rank, " and ", first.rank,
         " the default random generators differ: random ops on ShardTensors have not had the same keys, so values that should be "
         "equal on all ranks may differ. Seed all ranks alike (shardtensor.random.manual_seed), and draw alike on all ranks; "
         "SHARDTENSOR_CHECK=1 finds the op");
   }
+  return why;
 }
 
 // Results that depend on the shape that from_local assumed are wrong: means, for example.
-void warn_of_unequal_pieces(GroupHistory& group, int64_t rank, int64_t next) {
-  {
-    const std::lock_guard<std::mutex> lock(group.mutex);
-    if (std::exchange(group.warned, true)) {
-      return;
-    }
+void warn_of_unequal_pieces(GroupHistory& group) {
+  if (group.warned.exchange(true)) {
+    return;
   }
   TORCH_WARN(
-      "shardtensor: from_local was given pieces of different sizes on ranks ", rank, " and ", next,
+      "shardtensor: from_local was given pieces of different sizes on ranks ", group.ranks[group.me], " and ", group.next(),
       ", but was not told so, and then assumes that all pieces have the same sizes. Shapes and means of the results are wrong. "
       "Pass sharding_shapes=\"infer\" (the ranks then tell each other), the sizes along the cut dim (sharding_shapes={0: [2, "
       "3]}), or run_check=True. SHARDTENSOR_CHECK=1 finds the call");
@@ -190,44 +174,46 @@ class WaitMonitor {
 
   // Why waiting is useless; empty if the others may still come. `text`: what this rank is doing.
   std::string look(TextFn text) {
-    const auto& [world, group, number, peers, by_messages, needs_all] = ticket_;
-    if (group && !std::exchange(claimed_, true)) {
-      const auto facts = facts_of(*group, number).value_or(0);
-      const auto mine = text();
-      const auto first = world->claim(*group, number, facts, mine);
-      if (first.facts != facts) {
-        return differ(world->rank(), mine, first);
-      }
-      compare_draws(*group, number, world->rank(), first);
+    auto why = reason(text);
+    if (!why.empty()) {
+      gives_up();
     }
-    if (const auto f = world->in_vain(group.get(), group ? group->ranks : peers, number, since_, g_grace)) {
-      return f->str();
-    }
-    if (needs_all && world->one_thread()) {
-      if (nth_look_++ == 0) {
-        world->tell_stuck(Report::ReportState::InCollective, group->name, number, text());
-      }
-      if (const auto other = world->waits_for_me(*group, number, nth_look_)) {
-        return c10::str(
-            "the ranks wait for each other. Rank ", world->rank(), ": ", text(), "; rank ", other->rank, ": ", other->text);
-      }
-    }
-    return "";
+    return why;
   }
   // The wait raises. (If it does not, what this rank has told the others stays true until it begins its next collective.)
   void gives_up() {
     if (nth_look_) {
-      ticket_.world->not_stuck();
+      ticket_.world->set_wait({});
     }
-  }
-  Clock::time_point since() const {
-    return since_;
   }
 
  private:
+  std::string reason(TextFn text) {
+    const auto& [world, group, number, peers, by_messages, needs_all] = ticket_;
+    if (!mine_) {
+      mine_ = group ? in_collective(*group, number, text()) : Report{Report::ReportState::Running, world->rank()};
+      mine_->since = since_;
+      if (group) {
+        if (auto why = compare_with_claim(*mine_, world->claim(*group, *mine_)); !why.empty()) {
+          return why;
+        }
+      }
+    }
+    if (auto why = world->in_vain(*mine_, group ? group->ranks : peers, g_grace); !why.empty()) {
+      return why;
+    }
+    if (!needs_all || !world->one_thread()) {
+      return "";
+    }
+    if (nth_look_++ == 0) {
+      world->set_wait(*mine_);
+    }
+    return world->waits_for_me(*group, *mine_, nth_look_);
+  }
+
   const Ticket& ticket_;
   const Clock::time_point since_;
-  bool claimed_ = false;
+  std::optional<Report> mine_; // what this rank waits for, once it waits long
   int64_t nth_look_ = 0;
 };
 
@@ -237,16 +223,16 @@ void agree(const Ticket& ticket, c10d::ProcessGroup& process_group, TextFn text)
   const NoGilGuard released;
   const auto longest = process_group.getDefaultBackend()->getBackendOptions()->timeout;
   world->come_back(group->name);
+  const auto since = Clock::now();
   WaitMonitor late(ticket);
   for (std::chrono::milliseconds pause = 1ms;; pause = std::min<std::chrono::milliseconds>(2 * pause, kShort)) {
     if (const auto why = late.look([&] { return c10::str(text(), ", ", doing_now()); }); !why.empty()) {
-      late.gives_up();
       part(ticket, c10::str(text(), ": ", why));
     }
     if (world->claims(*group, number) >= static_cast<int64_t>(group->ranks.size())) {
       return;
     }
-    if (Clock::now() - late.since() > longest) {
+    if (Clock::now() - since > longest) {
       late.gives_up();
       part(ticket, c10::str(text(), ": not all ranks came within the time-out of ", longest.count(), " ms"));
     }
@@ -260,13 +246,14 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
   if (!g_on.load(std::memory_order_relaxed)) {
     return {};
   }
-  const auto all = watched(process_group, mesh, mesh_dim);
-  if (!all->world) {
+  const auto history = watched(process_group, mesh, mesh_dim);
+  if (!history) {
     return {};
   }
-  auto& group = *all->group;
-  Ticket ticket{all->world, all->group, 0, {}, false, needs_all || t_careful};
-  all->world->note_thread();
+  auto& group = *history;
+  auto& world = *group.world;
+  Ticket ticket{group.world, history, 0, {}, false, needs_all || t_careful};
+  world.note_thread();
   bool others_wait = false; // perhaps; then they have claimed the number
   bool compares = false;    // with the next rank: so that a mistake within a slice is noticed
   {
@@ -280,29 +267,28 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
       compares = true;
     }
   }
-  if (const auto failures = all->world->failures(); C10_UNLIKELY(t_careful || group.checked != failures)) {
+  if (const auto failures = world.failures(); C10_UNLIKELY(t_careful || group.checked != failures)) {
     agree(ticket, *process_group, text);
     group.checked = failures;
   } else if (C10_UNLIKELY(others_wait)) {
     const NoGilGuard released;
-    const auto other = all->world->claimed(group, ticket.number);
-    if (other && other->facts != facts) {
-      part(ticket, c10::str(text(), ": ", differ(all->world->rank(), c10::str(text(), ", ", doing_now()), *other)));
-    }
-    if (other) {
-      compare_draws(group, ticket.number, all->world->rank(), *other);
+    if (const auto other = world.claimed(group, ticket.number)) {
+      const auto mine = in_collective(group, ticket.number, c10::str(text(), ", ", doing_now()));
+      if (const auto why = compare_with_claim(mine, *other); !why.empty()) {
+        part(ticket, c10::str(text(), ": ", why));
+      }
     }
   }
   if (C10_UNLIKELY(compares)) {
     const NoGilGuard released;
-    const auto compared = all->world->compare_with_next(group);
+    const auto compared = world.compare_with_next(group);
     if (compared.pieces_differ) {
-      warn_of_unequal_pieces(group, all->world->rank(), compared.next);
+      warn_of_unequal_pieces(group);
     }
     if (compared.collectives_differ) {
       part(
           ticket, c10::str(
-                      text(), ", ", doing_now(), ": ranks ", all->world->rank(), " and ", compared.next,
+                      text(), ", ", doing_now(), ": ranks ", world.rank(), " and ", group.next(),
                       " have made different collectives among their first ", ticket.number,
                       " in this process group, so one may have received data that was meant for another collective, and results "
                       "of the last second may be wrong. SHARDTENSOR_CHECK=1 finds the op"));
@@ -331,24 +317,24 @@ Ticket enter_messages(const Mesh& mesh, c10::IntArrayRef peers) {
 
 namespace {
 
-void wait_for_all(c10d::Work& work, const Ticket& ticket, TextFn text) {
+// Waits. Returns why waiting is useless, or "" after the end. Raises the backend's error, if there is one.
+std::string wait_in_slices(c10d::Work& work, const Ticket& ticket, TextFn text) {
   WaitMonitor late(ticket);
   while (true) {
     try {
       work.wait(kSlice);
-      return;
+      return "";
     } catch (...) {
       if (work.isCompleted()) {
         if (work.exception()) {
           late.gives_up();
         }
-        work.wait(); // raises the backend's error, if there is one
-        return;
+        work.wait();
+        return "";
       }
     }
-    if (const auto why = late.look([&] { return c10::str(text(), ", ", doing_now()); }); !why.empty()) {
-      late.gives_up();
-      part(ticket, c10::str(text(), ": ", why));
+    if (auto why = late.look(text); !why.empty()) {
+      return why;
     }
   }
 }
@@ -412,15 +398,12 @@ class WaitWatcher {
 
 // Gloo's messages cannot be waited for a while and then again: a wait that has timed out closes the connection. So the watcher
 // looks for news, and ends waits that are useless.
-void wait_for_messages(c10d::Work& work, const Ticket& ticket, TextFn text) {
-  std::string why; // why waiting is useless
+std::string wait_for_messages(c10d::Work& work, const Ticket& ticket, TextFn text) {
+  std::string why;
   WaitMonitor late(ticket);
   const auto entry = WaitWatcher::get().enter([&] {
-    if (why.empty()) {
-      why = late.look(text);
-      if (!why.empty()) {
-        work.abort();
-      }
+    if (why.empty() && !(why = late.look(text)).empty()) {
+      work.abort();
     }
   });
   std::exception_ptr error;
@@ -430,60 +413,34 @@ void wait_for_messages(c10d::Work& work, const Ticket& ticket, TextFn text) {
     error = std::current_exception();
   }
   WaitWatcher::get().leave(entry);
-  if (!why.empty()) {
-    late.gives_up();
-    part(ticket, c10::str(text(), ": ", why));
-  }
-  if (error) {
+  if (why.empty() && error) {
     std::rethrow_exception(error);
   }
+  return why;
+}
+
+std::string wait_or_why_not(c10d::Work& work, const Ticket& ticket, TextFn text) {
+  if (!ticket.world) {
+    work.wait();
+    return "";
+  }
+  return ticket.by_messages ? wait_for_messages(work, ticket, text) : wait_in_slices(work, ticket, text);
 }
 
 } // namespace
 
 void wait(c10d::Work& work, const Ticket& ticket, TextFn text) {
-  if (!ticket.world) {
-    work.wait();
-  } else if (ticket.by_messages) {
-    wait_for_messages(work, ticket, text);
-  } else {
-    wait_for_all(work, ticket, text);
+  const auto why = wait_or_why_not(work, ticket, [&] { return c10::str(text(), ", ", doing_now()); });
+  if (!why.empty()) {
+    part(ticket, c10::str(text(), ": ", why));
   }
 }
 
 void wait_for_dropped(c10d::Work& work, const Ticket& ticket) {
-  const auto wait = [&] {
-    try {
-      work.wait();
-    } catch (...) { // the other ranks hear of it from those that want the result
-    }
-  };
-  if (!ticket.world) {
-    return wait();
+  try {
+    wait_or_why_not(work, ticket, [] { return std::string("a result that was dropped"); });
+  } catch (...) { // the other ranks hear of it from those that want the result
   }
-  WaitMonitor late(ticket);
-  const auto is_in_vain = [&] { return !late.look([] { return std::string("a result that was dropped"); }).empty(); };
-  if (!ticket.by_messages) {
-    while (!work.isCompleted()) {
-      try {
-        work.wait(kSlice);
-      } catch (...) {
-        if (is_in_vain()) {
-          return;
-        }
-      }
-    }
-    return;
-  }
-  bool in_vain = false;
-  const auto entry = WaitWatcher::get().enter([&] {
-    if (!in_vain && is_in_vain()) {
-      in_vain = true;
-      work.abort();
-    }
-  });
-  wait();
-  WaitWatcher::get().leave(entry);
 }
 
 std::string broke(const Ticket& ticket, const std::string& error) {
@@ -500,15 +457,16 @@ std::string broke(const Ticket& ticket, const std::string& error) {
   }
   ticket.world->tell(doing_now(), error);
   t_told = std::current_exception();
-  auto silent = ticket.world->silent(ranks, since);
-  for (const auto end = Clock::now() + kSigns; !silent.empty() && Clock::now() < end;) {
+  auto news = ticket.world->news();
+  const auto quiet = [&] { return silent(ticket.world->rank(), ranks, news, since); };
+  for (const auto end = Clock::now() + kSigns; !quiet().empty() && Clock::now() < end; news = ticket.world->news()) {
     std::this_thread::sleep_for(kShort);
-    silent = ticket.world->silent(ranks, since);
   }
-  if (const auto gone = ticket.world->ended(ranks)) {
+  if (const auto* gone = first_ended(ranks, news)) {
     return gone->str();
   }
-  return silent.empty() ? "" : c10::str("no sign of life from rank ", c10::Join(", ", silent));
+  const auto missing = quiet();
+  return missing.empty() ? "" : c10::str("no sign of life from rank ", c10::Join(", ", missing));
 }
 
 namespace {
@@ -519,9 +477,8 @@ void failed(const std::string& doing, const std::string& error, const Mesh& mesh
   }
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     if ((due >> m & 1) && mesh.size(m) > 1 && !mesh.group(m).empty()) {
-      const auto all = watched(c10d::resolve_process_group(mesh.group(m)), mesh, m);
-      if (all->world) {
-        skip(*all->group);
+      if (const auto group = watched(c10d::resolve_process_group(mesh.group(m)), mesh, m)) {
+        skip(*group);
       }
     }
   }
@@ -536,13 +493,11 @@ void failed_in_part(const std::string& doing, const std::string& error) {
   if (!g_on.load(std::memory_order_relaxed)) {
     return;
   }
-  for (const auto& world : worlds().alive()) {
-    if (world->has_store()) {
-      for (const auto& group : world->groups()) {
-        skip(*group);
-      }
-      world->tell(doing, error);
+  for (const auto& world : all_worlds()) {
+    for (const auto& group : world->groups()) {
+      skip(*group);
     }
+    world->tell(doing, error);
   }
 }
 
@@ -551,15 +506,14 @@ std::shared_ptr<GroupHistory> group_along(const Mesh& mesh, int64_t mesh_dim) {
   if (mesh.size(mesh_dim) == 1 || mesh.group(mesh_dim).empty()) {
     return nullptr;
   }
-  const auto all = all_watched().find(c10d::resolve_process_group(mesh.group(mesh_dim)));
-  return all ? all->group : nullptr;
+  return all_watched().find(c10d::resolve_process_group(mesh.group(mesh_dim)));
 }
 } // namespace
 
 void parted(const Mesh& mesh, int64_t mesh_dim, const std::string& why) {
   const auto group = g_on.load(std::memory_order_relaxed) ? group_along(mesh, mesh_dim) : nullptr;
-  if (const auto world = group ? world_of(mesh) : nullptr) {
-    part({world, group}, why);
+  if (group) {
+    part({group->world, group}, why);
   }
   throw c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, why);
 }
@@ -582,32 +536,15 @@ uint64_t drawn(const Mesh& mesh, int64_t mesh_dim) {
   return group->drawn;
 }
 
-namespace {
-// The rank that keeps the store may have ended before. torch warns of that, with a stack trace; at an ordinary end it is no news.
-class QuietLogGuard {
- public:
-  QuietLogGuard() : before_(FLAGS_caffe2_log_level) {
-    constexpr int kErrors = 2; // as in glog
-    FLAGS_caffe2_log_level = std::max(before_, kErrors);
-  }
-  ~QuietLogGuard() {
-    FLAGS_caffe2_log_level = before_;
-  }
-  QuietLogGuard(const QuietLogGuard&) = delete;
-  QuietLogGuard& operator=(const QuietLogGuard&) = delete;
-
- private:
-  const int before_;
-};
-} // namespace
-
 void ended(const std::string& done) {
-  const QuietLogGuard quiet;
+  // The rank that keeps the store may have ended before. torch warns of that, with a stack trace; at an ordinary end it is no
+  // news.
+  constexpr int kErrors = 2; // as in glog
+  const auto before = std::exchange(FLAGS_caffe2_log_level, std::max(FLAGS_caffe2_log_level, kErrors));
+  const auto restored = c10::make_scope_exit([&] { FLAGS_caffe2_log_level = before; });
   if (g_on.load(std::memory_order_relaxed)) {
-    for (const auto& world : worlds().alive()) {
-      if (world->has_store()) {
-        world->tell(done, "", /*ended=*/true);
-      }
+    for (const auto& world : all_worlds()) {
+      world->tell(done, "", /*ended=*/true);
     }
   }
 }
@@ -618,26 +555,29 @@ void destroyed_groups() {
   ++g_epoch;
 }
 
-struct BarrierGuard::Wait {
-  std::shared_ptr<PeerStore> world;
-  std::shared_ptr<WaitWatcher::WatchedWait> entry;
-  bool told = false;
-};
-
 BarrierGuard::BarrierGuard(const std::string& group) {
-  const auto number = begin_barrier(group);
-  const auto world = g_on.load(std::memory_order_relaxed) ? any_world() : nullptr;
-  if (!world) {
+  Report mine{Report::ReportState::InBarrier, 0, "torch.distributed.barrier()"};
+  mine.group = group;
+  mine.number = begin_barrier(group);
+  const auto all = g_on.load(std::memory_order_relaxed) ? all_worlds() : std::vector<std::shared_ptr<PeerStore>>();
+  if (all.empty()) {
     return;
   }
+  const auto world = all.front();
   world->note_thread();
   if (world->one_thread()) {
-    wait_ = std::make_unique<Wait>(Wait{world, nullptr});
-    wait_->entry = WaitWatcher::get().enter([world, group, number, wait = wait_.get()] {
-      if (!std::exchange(wait->told, true)) {
-        world->tell_stuck(Report::ReportState::InBarrier, group, number, "torch.distributed.barrier()");
+    const auto told = std::make_shared<bool>(false);
+    const auto entry = WaitWatcher::get().enter([=] {
+      if (!std::exchange(*told, true)) {
+        world->set_wait(mine);
       }
     });
+    leave_ = [=] {
+      WaitWatcher::get().leave(entry);
+      if (*told) {
+        world->set_wait({});
+      }
+    };
   }
 }
 
@@ -646,12 +586,9 @@ BarrierGuard::~BarrierGuard() {
 }
 
 void BarrierGuard::leave() {
-  if (const auto wait = std::move(wait_)) {
+  if (const auto leave = std::exchange(leave_, nullptr)) {
     const NoGilGuard released;
-    WaitWatcher::get().leave(wait->entry);
-    if (wait->told) {
-      wait->world->not_stuck();
-    }
+    leave();
   }
 }
 

@@ -20,6 +20,7 @@
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -79,8 +80,6 @@ uint64_t drawn(const Mesh& mesh, int64_t mesh_dim);
 void ended(const std::string& done);
 void destroyed_groups();
 
-// Counts a barrier of torch.distributed that is not waited for at once.
-int64_t begin_barrier(const std::string& group);
 // This thread is in a barrier of torch.distributed.
 class BarrierGuard {
  public:
@@ -91,8 +90,7 @@ class BarrierGuard {
   BarrierGuard& operator=(const BarrierGuard&) = delete;
 
  private:
-  struct Wait;
-  std::unique_ptr<Wait> wait_;
+  std::function<void()> leave_;
 };
 
 // For the process. `grace`: how many seconds a rank that has failed may take to come to its next collective. `between`: seconds

@@ -5,20 +5,13 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
-#include <sstream>
 
 namespace shardtensor::comm::desync {
 
 namespace {
 
-constexpr int64_t kTold = 256; // failures that a rank remembers; older ones do not matter
-constexpr char kPart = '\x1f', kItem = '\x1e';
-const std::string kNothing(1, kPart); // no record begins so
-
-template <typename List, typename T>
-bool contains(const List& list, const T& value) {
-  return std::find(list.begin(), list.end(), value) != list.end();
-}
+constexpr int64_t kTold = 256;         // failures that a rank remembers; older ones do not matter
+const std::string kNothing(1, '\x1f'); // no report begins so
 
 template <typename T>
 void push(std::deque<T>& list, T value, int64_t most) {
@@ -26,52 +19,6 @@ void push(std::deque<T>& list, T value, int64_t most) {
   if (static_cast<int64_t>(list.size()) > most) {
     list.pop_front();
   }
-}
-
-std::vector<std::string> split(const std::string& text, char at) {
-  std::vector<std::string> out;
-  std::istringstream in(text);
-  for (std::string part; std::getline(in, part, at);) {
-    out.push_back(part);
-  }
-  return out;
-}
-
-std::string written(const Report& r) {
-  std::ostringstream out;
-  out << static_cast<int>(r.state) << kPart << r.rank << kPart << r.text << kPart << r.error << kPart << r.group << kPart
-      << r.number << kPart;
-  for (const auto& [name, count] : r.groups) {
-    out << name << kItem << count.number << kItem << count.broken;
-    for (const auto n : count.skipped) {
-      out << kItem << n;
-    }
-    out << kPart;
-  }
-  return out.str();
-}
-
-Report read(const std::string& text, int64_t nth) {
-  const auto parts = split(text, kPart);
-  Report out{
-      static_cast<Report::ReportState>(std::stoi(parts.at(0))), std::stoll(parts.at(1)), parts.at(2), parts.at(3), parts.at(4)};
-  out.number = std::stoll(parts.at(5));
-  for (size_t i = 6; i < parts.size(); ++i) {
-    const auto items = split(parts[i], kItem);
-    GroupProgress count{std::stoll(items.at(1)), items.at(2) == "1", {}};
-    for (size_t k = 3; k < items.size(); ++k) {
-      count.skipped.push_back(std::stoll(items[k]));
-    }
-    out.groups.emplace(items.at(0), std::move(count));
-  }
-  out.seen = Clock::now();
-  out.nth = nth;
-  return out;
-}
-
-Claim read_claim(const std::string& text) {
-  const auto parts = split(text, kPart);
-  return {std::stoull(parts.at(0)), std::stoull(parts.at(1)), std::stoll(parts.at(2)), parts.at(3)};
 }
 
 std::mutex g_barriers_mutex;
@@ -90,11 +37,6 @@ void ask(const F& f) {
 
 } // namespace
 
-int64_t barriers(const std::string& group) {
-  const std::lock_guard<std::mutex> lock(g_barriers_mutex);
-  const auto it = all_barriers().find(group);
-  return it == all_barriers().end() ? 0 : it->second;
-}
 int64_t begin_barrier(const std::string& group) {
   const std::lock_guard<std::mutex> lock(g_barriers_mutex);
   return ++all_barriers()[group];
@@ -104,36 +46,12 @@ void forget_barriers() {
   all_barriers().clear();
 }
 
-const GroupProgress* Report::count(const std::string& name) const {
-  const auto it = groups.find(name);
-  return it == groups.end() ? nullptr : &it->second;
-}
-
-std::string Report::str() const {
-  return c10::str("rank ", rank, ended() ? " has " : " failed in ", text, error.empty() ? "" : ": ", error);
-}
-
-std::string one_line(std::string text) {
-  if (const auto trace = text.find("\nException raised from"); trace != std::string::npos) {
-    text.resize(trace);
-  }
-  for (auto& c : text) {
-    c = c == kPart || c == kItem || c == '\n' ? ' ' : c;
-  }
-  constexpr size_t kMost = 1000;
-  if (text.size() > kMost) {
-    text.resize(kMost);
-    text += "...";
-  }
-  return text;
-}
-
 int64_t GroupHistory::begin(uint64_t what, uint64_t equal_pieces) {
   facts[++number % kKept] = what;
   drawn_before[number % kKept] = drawn;
   history = c10::hash_combine(history, what);
   if (number % kMark == 0) {
-    marks[number / kMark % kMarks] = {history, equal_pieces};
+    marks[number / kMark % kMarks] = {number, history, equal_pieces};
   }
   return number;
 }
@@ -143,9 +61,14 @@ void skip(GroupHistory& group) {
   push(group.skipped, group.begin(0), kKept);
 }
 
-std::optional<uint64_t> facts_of(GroupHistory& group, int64_t number) {
+Report in_collective(GroupHistory& group, int64_t number, std::string text) {
+  Report out{Report::ReportState::InCollective, group.ranks[group.me], std::move(text)};
+  out.group = group.name;
+  out.number = number;
   const std::lock_guard<std::mutex> lock(group.mutex);
-  return contains(group.skipped, number) ? std::nullopt : std::optional(group.facts[number % kKept]);
+  out.facts = group.facts[number % kKept];
+  out.drawn = group.drawn_before[number % kKept];
+  return out;
 }
 
 PeerStore::PeerStore(c10d::ProcessGroup& group, int64_t rank) : rank_(rank) {
@@ -161,9 +84,15 @@ PeerStore::PeerStore(c10d::ProcessGroup& group, int64_t rank) : rank_(rank) {
 }
 
 // Reads without waiting. get() waits for a key that is not there, and between check() and get() another rank may delete it.
-std::optional<std::string> PeerStore::found(const std::string& key) {
-  auto value = store_->compareSet(key, kNothing, kNothing);
-  return value == kNothing ? std::nullopt : std::optional(std::move(value));
+std::optional<Report> PeerStore::found(const std::string& key) {
+  std::optional<Report> out;
+  ask([&] {
+    const auto value = store_->compareSet(key, kNothing, kNothing);
+    if (value != kNothing) {
+      out = value.empty() ? Report{} : read_report(value);
+    }
+  });
+  return out;
 }
 
 void PeerStore::add(const std::shared_ptr<GroupHistory>& group) {
@@ -185,78 +114,97 @@ std::vector<std::shared_ptr<GroupHistory>> PeerStore::groups() {
   return out;
 }
 
-Report PeerStore::report(Report::ReportState state, const std::string& text) {
-  Report out{state, rank_, one_line(text)};
+void PeerStore::add_progress(Report& mine) {
+  mine.rank = rank_;
   for (const auto& group : groups()) {
     const std::lock_guard<std::mutex> lock(group->mutex);
-    out.groups[group->name] = {group->number, !group->broken.empty(), {group->skipped.begin(), group->skipped.end()}};
+    const auto& mark = group->marks[group->number / kMark % kMarks];
+    mine.groups[group->name] = {group->number, !group->broken.empty(), {group->skipped.begin(), group->skipped.end()}, {}, mark};
   }
-  return out;
+}
+
+void PeerStore::publish() {
+  const std::lock_guard<std::mutex> one_at_a_time(publishing_);
+  Report mine;
+  std::deque<UnresolvedFailure> absent;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    mine = wait_;
+    mine.nth = own_.empty() ? -1 : own_.back().nth;
+    absent = absent_;
+  }
+  add_progress(mine);
+  for (const auto& failure : absent) {
+    mine.absent.push_back(failure.nth);
+    for (const auto& group : failure.back) {
+      mine.groups[group].back.push_back(failure.nth);
+    }
+  }
+  ask([&] { store_->set(rank_key(rank_), write_report(mine)); });
 }
 
 void PeerStore::tell(const std::string& doing, const std::string& error, bool ended) {
   if (ended) {
     read_news(); // other ranks may wait for this rank's answer
   }
-  auto mine = report(ended ? Report::ReportState::Ended : Report::ReportState::Failed, doing);
-  mine.error = one_line(error);
+  Report mine{ended ? Report::ReportState::Ended : Report::ReportState::Failed, rank_, one_line(doing), one_line(error)};
+  add_progress(mine);
   failures_.fetch_add(1);
+  const std::lock_guard<std::mutex> lock(mutex_); // publish() must not tell of a later failure alone
   ask([&] {
     mine.nth = store_->add(prefix_ + "count", 1) - 1;
-    store_->set(key(mine.nth), written(mine));
-    const std::lock_guard<std::mutex> lock(mutex_);
+    store_->set(key(mine.nth), write_report(mine));
     push(absent_, UnresolvedFailure{mine.nth, std::this_thread::get_id(), {}}, kTold);
     own_.push_back(std::move(mine));
     if (static_cast<int64_t>(own_.size()) > kTold) {
       store_->set(key(own_.front().nth), std::string()); // other ranks may still read the key
-      store_->deleteKey(back_key(own_.front().nth));
-      for (const auto& [name, count] : own_.front().groups) {
-        store_->deleteKey(back_key(own_.front().nth, name));
-      }
       own_.pop_front();
     }
   });
 }
 
 void PeerStore::come_back(const std::string& group) {
-  std::vector<std::string> keys;
+  bool changed = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto me = std::this_thread::get_id();
-    for (auto& absent : absent_) {
-      if (absent.thread == me) {
-        keys.push_back(back_key(absent.nth));
-      } else if (absent.back.insert(group).second) {
-        keys.push_back(back_key(absent.nth, group));
-      }
+    const auto is_mine = [me = std::this_thread::get_id()](const UnresolvedFailure& a) { return a.thread == me; };
+    const auto others = std::remove_if(absent_.begin(), absent_.end(), is_mine);
+    changed = others != absent_.end();
+    absent_.erase(others, absent_.end());
+    for (auto& failure : absent_) {
+      changed |= failure.back.insert(group).second;
     }
-    absent_.erase(
-        std::remove_if(absent_.begin(), absent_.end(), [&](const UnresolvedFailure& a) { return a.thread == me; }),
-        absent_.end());
   }
-  for (const auto& k : keys) {
-    ask([&] { store_->set(k, "1"); });
+  if (changed) {
+    publish();
   }
 }
 
-Claim PeerStore::claim(GroupHistory& group, int64_t number, uint64_t facts, const std::string& text) {
+void PeerStore::set_wait(Report mine) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    wait_ = std::move(mine);
+  }
+  publish();
+}
+
+Report PeerStore::claim(GroupHistory& group, const Report& mine) {
+  const auto number = mine.number;
   bool again = false;
-  uint64_t drawn = 0;
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
-    drawn = group.drawn_before[number % kKept];
     again = !group.claimed.insert(number).second;
     group.claimed.erase(group.claimed.begin(), group.claimed.upper_bound(*group.claimed.rbegin() - 2 * kKept));
   }
-  const auto mine = c10::str(facts, kPart, drawn, kPart, rank_, kPart, one_line(text));
-  Claim first{facts, drawn, rank_, text};
+  auto first = mine;
   ask([&] {
-    const auto found = store_->compareSet(claim_key(group, number), std::string(), mine);
-    first = read_claim(found);
+    const auto text = write_report(mine);
+    const auto found = store_->compareSet(claim_key(group, number), std::string(), text);
+    first = read_report(found);
     if (!again) {
       store_->add(claim_key(group, number) + "/count", 1);
     }
-    if (found == mine && !again) {
+    if (found == text && !again) {
       {
         const std::lock_guard<std::mutex> lock(group.mutex);
         group.first.insert(number);
@@ -267,14 +215,8 @@ Claim PeerStore::claim(GroupHistory& group, int64_t number, uint64_t facts, cons
   return first;
 }
 
-std::optional<Claim> PeerStore::claimed(const GroupHistory& group, int64_t number) {
-  std::optional<Claim> out;
-  ask([&] {
-    if (const auto claim = found(claim_key(group, number))) {
-      out = read_claim(*claim);
-    }
-  });
-  return out;
+std::optional<Report> PeerStore::claimed(const GroupHistory& group, int64_t number) {
+  return found(claim_key(group, number));
 }
 
 int64_t PeerStore::claims(const GroupHistory& group, int64_t number) {
@@ -283,79 +225,36 @@ int64_t PeerStore::claims(const GroupHistory& group, int64_t number) {
   return n;
 }
 
-PeerStore::Comparison PeerStore::compare_with_next(GroupHistory& group) {
-  const auto at = [&](int64_t number) { return group.marks[number / kMark % kMarks]; };
-  const auto key_of = [&](int64_t rank) { return c10::str(prefix_, group.name, "/mark/", rank); };
-  Comparison out{group.ranks[(group.me + 1) % group.ranks.size()]};
-  std::vector<std::string> theirs;
-  ask([&] {
-    std::string mine;
-    {
-      const std::lock_guard<std::mutex> lock(group.mutex);
-      const auto number = group.number / kMark * kMark;
-      mine = c10::str(number, kPart, at(number).history, kPart, at(number).equal_pieces);
-    }
-    store_->set(key_of(rank_), mine);
-    if (const auto mark = found(key_of(out.next))) {
-      theirs = split(*mark, kPart);
-    }
-  });
-  if (theirs.size() != 3) {
-    return out;
-  }
-  const auto number = std::stoll(theirs[0]);
+MarkComparison PeerStore::compare_with_next(GroupHistory& group) {
+  publish();
+  const auto other = found(rank_key(group.next()));
+  const auto* there = other ? other->progress(group.name) : nullptr;
   const std::lock_guard<std::mutex> lock(group.mutex);
-  if (number > group.number || number <= group.number - kMark * (kMarks - 1)) {
-    return out; // not here yet, or forgotten
-  }
-  const auto history = std::stoull(theirs[1]), pieces = std::stoull(theirs[2]);
-  const auto mine = at(number);
-  out.collectives_differ = mine.history != history;
-  out.pieces_differ = mine.equal_pieces != pieces && ((mine.equal_pieces ^ pieces) & 0xffff) == 0; // as many
-  return out;
+  const auto number = there ? there->mark.number : 0;
+  const auto& mine = group.marks[number / kMark % kMarks];
+  return there && mine.number == number ? compare(mine, there->mark) : MarkComparison{}; // not here yet, or forgotten
 }
 
-std::optional<Report> PeerStore::in_vain(
-    const GroupHistory* group, c10::IntArrayRef ranks, int64_t number, Clock::time_point since, std::chrono::milliseconds grace) {
+std::string PeerStore::in_vain(const Report& mine, c10::IntArrayRef needed, std::chrono::milliseconds grace) {
   read_news();
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& f : news_) {
-    if (f.rank == rank_ || !contains(ranks, f.rank) || (f.ended() && !group)) { // it may have sent its message before
-      continue;
+  for (const auto& other : news_) {
+    auto outcome = verdict(mine, needed, other, own_, Clock::now(), grace);
+    if (outcome == Verdict::ComesIfBack) {
+      const auto now = found(rank_key(other.rank));
+      outcome = now && is_back(other, *now, mine.group) ? Verdict::MayCome : Verdict::InVain;
     }
-    const auto* count = group ? f.count(group->name) : nullptr;
-    if (count && (count->broken || contains(count->skipped, number))) {
-      return f;
-    }
-    const bool has_begun = count && count->number >= number;
-    if (has_begun) {
-      continue;
-    }
-    if (f.ended() || (!failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace &&
-                      !is_back(f.nth, group ? group->name : ""))) {
-      return f;
+    if (outcome == Verdict::InVain) {
+      return other.str();
     }
   }
-  return std::nullopt;
+  return "";
 }
 
-std::vector<int64_t> PeerStore::silent(c10::IntArrayRef ranks, Clock::time_point since) {
+std::deque<Report> PeerStore::news() {
   read_news();
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<int64_t> out;
-  for (const auto r : ranks) {
-    const auto gives_a_sign = [&](const Report& f) { return f.rank == r && (f.ended() || f.seen >= since); };
-    if (r != rank_ && std::none_of(news_.begin(), news_.end(), gives_a_sign)) {
-      out.push_back(r);
-    }
-  }
-  return out;
-}
-
-std::optional<Report> PeerStore::ended(c10::IntArrayRef ranks) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto it = std::find_if(news_.begin(), news_.end(), [&](const Report& f) { return f.ended() && contains(ranks, f.rank); });
-  return it == news_.end() ? std::nullopt : std::optional(*it);
+  return news_;
 }
 
 void PeerStore::note_thread() {
@@ -366,66 +265,44 @@ void PeerStore::note_thread() {
   }
 }
 
-void PeerStore::tell_stuck(Report::ReportState in, const std::string& group, int64_t number, const std::string& text) {
-  auto mine = report(in, text);
-  mine.group = group;
-  mine.number = number;
-  ask([&] { store_->set(stuck_key(rank_), written(mine)); });
-}
-
-void PeerStore::not_stuck() {
-  ask([&] { store_->deleteKey(stuck_key(rank_)); });
-}
-
-std::optional<Report> PeerStore::waits_for_me(const GroupHistory& group, int64_t number, int64_t nth_look) {
+std::string PeerStore::waits_for_me(const GroupHistory& group, const Report& mine, int64_t nth_look) {
   constexpr int64_t kAtOnce = 4;
   const auto n = static_cast<int64_t>(group.ranks.size());
-  std::optional<Report> out;
-  for (int64_t i = 0; i < std::min(kAtOnce, n - 1) && !out; ++i) {
+  std::string why;
+  for (int64_t i = 0; i < std::min(kAtOnce, n - 1) && why.empty(); ++i) {
     const auto rank = group.ranks[(group.me + 1 + (nth_look * kAtOnce + i) % (n - 1)) % n];
-    ask([&] {
-      if (const auto told = found(stuck_key(rank))) {
-        auto other = read(*told, 0);
-        const auto* begun = other.count(group.name);
-        if ((!begun || begun->number < number) && !has_begun(other)) {
-          out = std::move(other);
-        }
-      }
-    });
+    if (const auto other = found(rank_key(rank))) {
+      why = desync::wait_for_each_other(mine, *other, begun(*other));
+    }
   }
-  return out;
+  return why;
 }
 
-// Whether this rank has begun what the other waits for, or takes no part in it.
-bool PeerStore::has_begun(const Report& other) {
+// How many collectives of other.group, or barriers there, this rank has begun. None: it is not in the group.
+std::optional<int64_t> PeerStore::begun(const Report& other) {
   try {
     c10d::resolve_process_group(other.group);
   } catch (const std::exception&) {
-    return true; // this rank is not in the group
+    return std::nullopt;
   }
   if (other.state == Report::ReportState::InBarrier) {
-    return barriers(other.group) >= other.number;
+    const std::lock_guard<std::mutex> lock(g_barriers_mutex);
+    return all_barriers()[other.group];
   }
   for (const auto& group : groups()) {
     if (group->name == other.group) {
       const std::lock_guard<std::mutex> lock(group->mutex);
-      return group->number >= other.number;
+      return group->number;
     }
   }
-  return false;
+  return 0;
 }
 
 std::string PeerStore::key(int64_t nth) const {
   return c10::str(prefix_, nth);
 }
-std::string PeerStore::back_key(int64_t nth) const {
-  return key(nth) + "/back";
-}
-std::string PeerStore::back_key(int64_t nth, const std::string& group) const {
-  return c10::str(key(nth), "/back in ", group);
-}
-std::string PeerStore::stuck_key(int64_t rank) const {
-  return c10::str(prefix_, "stuck/", rank);
+std::string PeerStore::rank_key(int64_t rank) const {
+  return c10::str(prefix_, "rank/", rank);
 }
 std::string PeerStore::claim_key(const GroupHistory& group, int64_t number) const {
   return c10::str(prefix_, group.name, "/", number);
@@ -448,27 +325,26 @@ void PeerStore::forget_older_claims(GroupHistory& group) {
 }
 
 void PeerStore::read_news() {
-  std::vector<Report> fresh;
+  const auto all = groups();
   ask([&] {
     const auto n = store_->add(prefix_ + "count", 0);
     const std::lock_guard<std::mutex> lock(mutex_);
     next_ = std::max(next_, n - kTold);
-    for (std::optional<std::string> text; next_ < n && (text = found(key(next_))); ++next_) {
-      if (!text->empty()) {
-        fresh.push_back(read(*text, next_));
-        push(news_, fresh.back(), kTold);
+    for (std::optional<Report> other; next_ < n && (other = found(key(next_))); ++next_) {
+      if (other->state == Report::ReportState::Running) {
+        continue; // it is forgotten
       }
+      for (const auto& group : all) {
+        if (other->rank != rank_ && contains(group->ranks, other->rank)) {
+          const auto* there = other->progress(group->name);
+          const std::lock_guard<std::mutex> lock_group(group->mutex);
+          group->wanted.insert(there ? there->number + 1 : 1);
+        }
+      }
+      other->since = Clock::now();
+      push(news_, std::move(*other), kTold);
     }
   });
-  for (const auto& f : fresh) {
-    for (const auto& group : f.rank == rank_ ? std::vector<std::shared_ptr<GroupHistory>>() : groups()) {
-      if (contains(group->ranks, f.rank)) {
-        const auto* count = f.count(group->name);
-        const std::lock_guard<std::mutex> lock(group->mutex);
-        group->wanted.insert(count ? count->number + 1 : 1);
-      }
-    }
-  }
   answer();
 }
 
@@ -480,29 +356,15 @@ void PeerStore::answer() {
     {
       const std::lock_guard<std::mutex> lock(group->mutex);
       const auto later = group->wanted.upper_bound(group->number);
-      begun.assign(group->wanted.upper_bound(group->number - kKept), later);
+      std::copy_if(group->wanted.upper_bound(group->number - kKept), later, std::back_inserter(begun), [&](int64_t n) {
+        return !contains(group->skipped, n);
+      });
       group->wanted.erase(group->wanted.begin(), later);
     }
     for (const auto n : begun) {
-      if (const auto facts = facts_of(*group, n)) {
-        claim(*group, n, *facts, "a collective that it has begun");
-      }
+      claim(*group, in_collective(*group, n, "a collective that it has begun"));
     }
   }
-}
-
-// Whether this rank failed in the same op, at the same place among the group's collectives.
-bool PeerStore::failed_alike(const Report& f, const GroupHistory* group) const {
-  return group && std::any_of(own_.begin(), own_.end(), [&](const Report& mine) {
-           const auto *a = mine.count(group->name), *b = f.count(group->name);
-           return mine.text == f.text && (a ? a->number : 0) == (b ? b->number : 0);
-         });
-}
-
-bool PeerStore::is_back(int64_t nth, const std::string& group) {
-  bool back = false;
-  ask([&] { back = store_->check({back_key(nth)}) || store_->check({back_key(nth, group)}); });
-  return back;
 }
 
 } // namespace shardtensor::comm::desync

@@ -1,73 +1,38 @@
-// What the ranks of a job tell each other through the store of the default process group: which rank has failed, and which
-// collective a rank that waits long has begun.
+// Through the store of the default process group the ranks of a job tell each other what they do (verdict.h). All is under a few
+// keys, after a prefix for each time that a default group was made:
+//   count, N              how many failures and ends the ranks have told of, and the Nth; empty once it is forgotten
+//   rank/R                what rank R has told last: how far it is, and what it waits for
+//   GROUP/N, GROUP/N/count  who has claimed the collective N of the group first, and how many have
 #pragma once
 
-#include <c10/util/ArrayRef.h>
+#include "comm/verdict.h"
+
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <array>
 #include <atomic>
-#include <chrono>
-#include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
-#include <string>
 #include <thread>
-#include <vector>
 
 namespace shardtensor::comm::desync {
 
-using Clock = std::chrono::steady_clock;
+class PeerStore;
 
 constexpr int64_t kKept = 64;               // collectives of a group that a rank remembers; claims of older ones leave the store
 constexpr int64_t kMark = 8, kMarks = 1024; // every 8th one has a mark, and a rank keeps that many
 
-// How far a rank is in a group's collectives.
-struct GroupProgress {
-  int64_t number = 0;
-  bool broken = false;          // the rank no longer communicates in the group
-  std::vector<int64_t> skipped; // collectives that the rank has left out
-};
-
-// What a rank tells of itself. One that waits for what needs all ranks cannot go on until each of the others has begun it, so
-// what it has told stays true until then.
-struct Report {
-  enum class ReportState : uint8_t { Failed, Ended, InCollective, InBarrier }; // Ended: it begins nothing any more
-  ReportState state = ReportState::Failed;
-  int64_t rank = 0;
-  std::string text, error; // what it does, or has done at its end
-  // What it waits for: `number` in the group; barriers of torch.distributed are counted by themselves.
-  std::string group = {};
-  int64_t number = 0;
-  std::map<std::string, GroupProgress> groups = {}; // by name
-  // Set by the one who reads of a failure.
-  Clock::time_point seen = {};
-  int64_t nth = 0; // of all failures
-
-  bool ended() const {
-    return state == ReportState::Ended;
-  }
-  const GroupProgress* count(const std::string& name) const;
-  std::string str() const;
-};
-
-// How far a rank was at a collective.
-struct Mark {
-  uint64_t history = 0;      // a hash of the facts of all collectives so far
-  uint64_t equal_pieces = 0; // the mesh's (layout/mesh.h)
-};
-
 // The collectives of one process group. `mutex` guards the members below it.
 struct GroupHistory {
+  std::shared_ptr<PeerStore> world;
   std::string name;
   std::vector<int64_t> ranks;      // global, all of the group's
   int64_t me = 0;                  // this rank's place among them
   std::atomic<int64_t> checked{0}; // this rank's failures before the last collective on which all have agreed
+  std::atomic<bool> warned{false}; // of unequal pieces
   std::mutex mutex;
   int64_t number = 0;     // collectives begun
   Clock::time_point last; // when the last one began
@@ -75,28 +40,24 @@ struct GroupHistory {
   uint64_t history = 0;             // a hash of the facts of all collectives begun
   std::array<Mark, kMarks> marks{}; // at each number that is a multiple of kMark
   Clock::time_point marked;         // when this rank last told others of a mark
-  bool warned = false;              // of unequal pieces
   uint64_t drawn = 0;               // the sum of the keys of all random ops so far
   std::deque<int64_t> skipped;      // left out
   std::set<int64_t> claimed, first; // numbers that this rank has claimed, and of them those that it was the first to claim
   std::set<int64_t> wanted;         // numbers that ranks which have failed wait for, and that this rank has not begun
   std::string broken;               // why the group no longer works; empty if it does
 
+  // The rank with whose marks this rank compares its own.
+  int64_t next() const {
+    return ranks[(me + 1) % ranks.size()];
+  }
   // The next collective. With the mutex held.
   int64_t begin(uint64_t facts, uint64_t equal_pieces = 0);
 };
 
 // This rank leaves out a collective that all others make.
 void skip(GroupHistory& group);
-// The facts of one of the last kKept collectives; none if this rank left it out.
-std::optional<uint64_t> facts_of(GroupHistory& group, int64_t number);
-
-// The first rank that claimed a number for its collective.
-struct Claim {
-  uint64_t facts, drawn;
-  int64_t rank;
-  std::string text;
-};
+// What this rank tells while it waits for one of the last kKept collectives. `text` describes it.
+Report in_collective(GroupHistory& group, int64_t number, std::string text);
 
 // The store, as one rank uses it. A store that cannot be reached has no news.
 class PeerStore {
@@ -123,59 +84,44 @@ class PeerStore {
   // failures of other threads of this process, which may never go on, in this group.
   void come_back(const std::string& group);
 
-  // Claims a number of the group for a collective. `text` describes it.
-  Claim claim(GroupHistory& group, int64_t number, uint64_t facts, const std::string& text);
+  // Claims the collective `mine` of the group. The first claim of its number.
+  Report claim(GroupHistory& group, const Report& mine);
   // Another rank's claim of it, if there is one.
-  std::optional<Claim> claimed(const GroupHistory& group, int64_t number);
+  std::optional<Report> claimed(const GroupHistory& group, int64_t number);
   // How many ranks have claimed it.
   int64_t claims(const GroupHistory& group, int64_t number);
 
   // Tells of this rank's last mark, and compares the last that the next rank in the group has told of with this rank's.
-  struct Comparison {
-    int64_t next = 0;                // the next rank
-    bool collectives_differ = false; // the two have begun others
-    bool pieces_differ = false;      // they have taken pieces of different sizes for equal
-  };
-  Comparison compare_with_next(GroupHistory& group);
+  MarkComparison compare_with_next(GroupHistory& group);
 
-  // Why a wait that began at `since` is in vain: for collective `number` of the group, or, without a group, for messages of
-  // `ranks`. `grace`: how long a rank that has failed may take to come back.
-  std::optional<Report> in_vain(
-      const GroupHistory* group,
-      c10::IntArrayRef ranks,
-      int64_t number,
-      Clock::time_point since,
-      std::chrono::milliseconds grace);
-  // Those of `ranks` from which no news has come since then.
-  std::vector<int64_t> silent(c10::IntArrayRef ranks, Clock::time_point since);
-  // One of `ranks` that has ended.
-  std::optional<Report> ended(c10::IntArrayRef ranks);
+  // Why `mine`, a wait for what `needed` ranks have to begin, is in vain, as far as other ranks have failed or ended. See
+  // verdict().
+  std::string in_vain(const Report& mine, c10::IntArrayRef needed, std::chrono::milliseconds grace);
+  // All failures and ends that this rank knows of.
+  std::deque<Report> news();
 
   // A thread begins something that needs other ranks. As long as only one thread does, this rank waits for one thing at a time.
   void note_thread();
   bool one_thread() const {
     return !many_threads_.load(std::memory_order_relaxed);
   }
-  void tell_stuck(Report::ReportState in, const std::string& group, int64_t number, const std::string& text);
-  void not_stuck();
-  // This rank waits for collective `number` of the group, which needs all of its ranks. One of them that waits for this rank in
-  // something else, which this rank has not begun. `nth_look`: of a few ranks at a time.
-  std::optional<Report> waits_for_me(const GroupHistory& group, int64_t number, int64_t nth_look);
+  // Tells that this rank waits for `mine`; {}: for nothing.
+  void set_wait(Report mine);
+  // This rank waits for `mine`, a collective that needs all of the group's ranks. Whether one of them waits for this rank in
+  // something else, which this rank has not begun. `nth_look`: asks a few ranks at a time.
+  std::string waits_for_me(const GroupHistory& group, const Report& mine, int64_t nth_look);
 
  private:
-  std::optional<std::string> found(const std::string& key);
+  std::optional<Report> found(const std::string& key);
   std::string key(int64_t nth) const;
+  std::string rank_key(int64_t rank) const;
   std::string claim_key(const GroupHistory& group, int64_t number) const;
   void forget_older_claims(GroupHistory& group);
   void read_news();
   void answer();
-  bool failed_alike(const Report& f, const GroupHistory* group) const;
-  bool is_back(int64_t nth, const std::string& group);
-  std::string back_key(int64_t nth) const;                           // in every group
-  std::string back_key(int64_t nth, const std::string& group) const; // in one
-  std::string stuck_key(int64_t rank) const;
-  bool has_begun(const Report& other);
-  Report report(Report::ReportState state, const std::string& text);
+  void add_progress(Report& mine);
+  void publish();
+  std::optional<int64_t> begun(const Report& other);
 
   const int64_t rank_;
   const pid_t process_ = getpid();
@@ -184,9 +130,11 @@ class PeerStore {
   std::atomic<int64_t> failures_{0};
   std::atomic<const void*> thread_{nullptr};
   std::atomic<bool> many_threads_{false};
-  std::mutex mutex_; // guards the members below
+  std::mutex publishing_; // so that an older report does not replace a newer one
+  std::mutex mutex_;      // guards the members below
   std::map<std::string, std::weak_ptr<GroupHistory>> groups_;
   std::deque<Report> news_, own_;
+  Report wait_;      // what this rank waits for, as it has told
   int64_t next_ = 0; // the failure to read next
   // This rank's failures from which their threads have not come back.
   struct UnresolvedFailure {
@@ -197,11 +145,8 @@ class PeerStore {
   std::deque<UnresolvedFailure> absent_;
 };
 
-// Barriers of torch.distributed in a group that this process has begun.
-int64_t barriers(const std::string& group);
+// Barriers of torch.distributed that this process has begun. begin_barrier(): another one in the group; its number there.
+int64_t begin_barrier(const std::string& group);
 void forget_barriers();
-
-// The text for people: short, and without the characters that separate the fields of a record.
-std::string one_line(std::string text);
 
 } // namespace shardtensor::comm::desync

@@ -849,7 +849,7 @@ def store_that_changes(path):
         """Another rank deletes what it waits for just after this one has found it."""
 
         def check(self, keys):
-            return any("/stuck/" in key for key in keys) or file.check(keys)
+            return any("/rank/" in key for key in keys) or file.check(keys)
 
         def clone(self):
             return self
