@@ -116,12 +116,11 @@ void move(const Op& op, const ListEntry& e, MoveQueue& moves, std::vector<at::Te
   }
 }
 
-// Replaces the stack's lists by lists of the local tensors of `refs`; the wrappers' lists stay alive in `kept`.
+// Replaces the stack's tensors and lists by the local tensors of `refs`, which point elsewhere.
 template <typename Local>
-void put_local(Stack& stack, size_t base, const Refs& refs, const Local& local, std::vector<IValue>& kept) {
+void put_local(Stack& stack, size_t base, const Refs& refs, const Local& local) {
   for (size_t i = 0; i < refs.size();) {
     auto& slot = stack[base + refs[i].arg];
-    auto own = std::move(slot);
     if (refs[i].index < 0) {
       slot = local(i++);
     } else {
@@ -132,16 +131,13 @@ void put_local(Stack& stack, size_t base, const Refs& refs, const Local& local, 
       }
       slot = std::move(list);
     }
-    kept.push_back(std::move(own));
   }
 }
 
 // Runs a rule's kernel on lists of one entry, for cases that the op itself would refuse, such as the norm of an empty piece.
 void run_kernel(const Op& op, const Stack& stack, size_t base, ListEntry& e, const std::vector<at::Tensor>& locals) {
   Stack one(stack.begin() + static_cast<int64_t>(base), stack.end());
-  std::vector<IValue> kept;
-  put_local(
-      one, 0, e.refs, [&](size_t k) { return locals[e.positions[k]]; }, kept);
+  put_local(one, 0, e.refs, [&](size_t k) { return locals[e.positions[k]]; });
   const auto at = after_moves(e.refs, *e.solution);
   rules::KernelRun run{op.handle, one, at, *e.solution};
   errors::while_doing(op, [&] { e.solution->kernel(run); });
@@ -197,7 +193,9 @@ at::Tensor wrap_element(const Op& op, const ListEntry& e, at::Tensor local) {
 void run_lists(const Op& op, Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
-  const auto refs = collect(op, stack, base);
+  // The refs point into a copy of the stack, because they are read after the op has taken its arguments off the stack.
+  const Stack arguments(stack.begin() + static_cast<int64_t>(base), stack.end());
+  const auto refs = collect(op, arguments, 0);
   auto elements = elements_of(refs);
 
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
@@ -239,9 +237,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
       }
     }
   }
-  std::vector<IValue> kept;
-  put_local(
-      stack, base, refs, [&](size_t i) { return locals[i]; }, kept);
+  put_local(stack, base, refs, [&](size_t i) { return locals[i]; });
   op.handle.callBoxed(stack_ptr);
   MoveQueue back;
   for (const auto& e : elements) {

@@ -20,10 +20,10 @@ const MeshPtr& mesh_of(const Op& op, const Refs& refs) {
   return first->layout().mesh_ptr();
 }
 
-Refs collect(const Op& op, torch::jit::Stack& stack, size_t base) {
+Refs collect(const Op& op, const torch::jit::Stack& stack, size_t base) {
   Refs refs;
   for (size_t i = 0; i < op.kinds.size(); ++i) {
-    auto& value = stack[base + i];
+    const auto& value = stack[base + i];
     if (op.kinds[i] == ArgKind::Tensor) {
       if (value.isTensor() && value.toTensor().defined()) {
         refs.emplace_back(i, -1, value.toTensor());

@@ -42,7 +42,7 @@ inline bool any_traced(const Refs& refs) {
 }
 
 // Every tensor among boxed arguments. The references point into the stack.
-Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);
+Refs collect(const Op& op, const torch::jit::Stack& stack, size_t base);
 
 // The mesh of the ShardTensors among the arguments; raises if there are several.
 const MeshPtr& mesh_of(const Op& op, const Refs& refs);

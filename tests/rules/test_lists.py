@@ -67,3 +67,16 @@ def test_entries_of_a_list_that_overlap():
                     assert "read after its base tensor was written" in str(error), error
                     continue
                 compare([x, y], wants, 1e-12, f"{name} {at} {cut} {its_at} {its_cut}")
+
+
+@on_ranks(2)
+def test_lists_of_numbers_with_one_more_tensor():
+    """What the result is wrapped like is read after the op has taken its arguments."""
+    numbers = [torch.tensor(v, dtype=torch.float64) for v in (2.0, 3.0, 5.0)]
+    *ours, factor = (place(t, mesh_here(), ("R",), EVEN) for t in numbers)
+    for other in (factor, numbers[-1]):
+        want = [t * 5 for t in numbers[:-1]]
+        compare(list(torch._foreach_mul(ours, other)), want, 1e-12, "_foreach_mul")
+        written = [t.clone() for t in ours]
+        torch._foreach_mul_(written, other)
+        compare(written, want, 1e-12, "_foreach_mul_")
