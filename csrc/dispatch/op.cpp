@@ -37,7 +37,7 @@ ArgKind kind_of(const c10::Type& type) {
   return ArgKind::Other;
 }
 
-Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())) {
+Op::Op(const c10::OperatorHandle& op) : handle(op), id(static_cast<int32_t>(ops().size())) {
   const auto& schema_ = handle.schema();
   name = text_of(handle.operator_name());
   const auto& arguments = schema_.arguments();
@@ -77,8 +77,8 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
   }
 }
 
-const Op& add_op(c10::OperatorHandle handle) {
-  return ops().emplace_back(std::move(handle));
+const Op& add_op(const c10::OperatorHandle& handle) {
+  return ops().emplace_back(handle);
 }
 
 const std::deque<Op>& installed_ops() {

@@ -21,7 +21,7 @@ ArgKind kind_of(const c10::Type& type);
 std::string text_of(const c10::OperatorName& name);
 
 struct Op {
-  explicit Op(c10::OperatorHandle handle);
+  explicit Op(const c10::OperatorHandle& op);
 
   c10::OperatorHandle handle;
   int32_t id;       // dense, for per-thread caches
@@ -64,7 +64,7 @@ bool is_known(const std::string& name);
 const rules::Entry* entry_of(const std::string& name);
 
 // Adds an op, before the handler is registered for it.
-const Op& add_op(c10::OperatorHandle handle);
+const Op& add_op(const c10::OperatorHandle& handle);
 
 // A boxed kernel that knows its op.
 template <void (*run)(const Op&, c10::DispatchKeySet, torch::jit::Stack*)>

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <any>
 #include <optional>
+#include <utility>
 
 namespace shardtensor::rules {
 
@@ -259,7 +260,7 @@ struct Rule {
   std::any kernel_data;
 
   int64_t factor(Factor f = {}) {
-    factors.push_back(f);
+    factors.push_back(std::move(f));
     return static_cast<int64_t>(factors.size()) - 1;
   }
   // A dim of an operand that is read through windows.
