@@ -1,7 +1,7 @@
 """The extension's functions and classes; csrc/bindings says what each does."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -239,3 +239,60 @@ def scatter(
 def all_gather(
     pieces: Sequence[torch.Tensor], mine: torch.Tensor, mesh: Mesh, mesh_dim: int
 ) -> list[torch.Tensor]: ...
+
+# what a rank concludes from what the others tell: for tests
+
+class ReportState:
+    Running: ClassVar[ReportState]
+    Failed: ClassVar[ReportState]
+    Ended: ClassVar[ReportState]
+    InCollective: ClassVar[ReportState]
+    InBarrier: ClassVar[ReportState]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Verdict:
+    MayCome: ClassVar[Verdict]
+    ComesIfBack: ClassVar[Verdict]
+    InVain: ClassVar[Verdict]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Mark:
+    def __init__(self, number: int = ..., history: int = ..., equal_pieces: int = ...) -> None: ...
+
+class GroupProgress:
+    def __init__(
+        self, number: int = ..., broken: bool = ..., skipped: Sequence[int] = ..., back: Sequence[int] = ..., mark: Mark = ...
+    ) -> None: ...
+
+class Report:
+    def __init__(
+        self,
+        state: ReportState,
+        rank: int = ...,
+        text: str = ...,
+        error: str = ...,
+        group: str = ...,
+        number: int = ...,
+        facts: int = ...,
+        drawn: int = ...,
+        nth: int = ...,
+        absent: Sequence[int] = ...,
+        groups: dict[str, GroupProgress] = ...,
+        since: float = ...,
+    ) -> None: ...
+
+def write_report(report: Report) -> str: ...
+def read_report(text: str) -> Report: ...
+def differ(mine: Report, first: Report) -> str: ...
+def wait_for_each_other(mine: Report, other: Report, begun: int | None) -> str: ...
+def verdict(mine: Report, needed: Sequence[int], other: Report, own: Sequence[Report], now: float, grace: float) -> Verdict: ...
+def is_back(failure: Report, now: Report, group: str) -> bool: ...
+def compare_marks(mine: Mark, theirs: Mark) -> tuple[bool, bool]: ...
+def silent(me: int, ranks: Sequence[int], news: Sequence[Report], since: float) -> list[int]: ...
+def first_ended(ranks: Sequence[int], news: Sequence[Report]) -> Report | None: ...
