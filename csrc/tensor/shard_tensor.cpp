@@ -427,8 +427,9 @@ at::Tensor wrap(
     share_version(local, base->local(/*to_view=*/true));
   }
   c10::intrusive_ptr<ShardTensorImpl> impl;
-  const bool inference = base && const_cast<ShardTensorImpl*>(base)->is_inference();
-  if (base && (inference || base->key_set().has(DispatchKey::ADInplaceOrView))) {
+  const bool counts_writes = base && base->key_set().has(DispatchKey::ADInplaceOrView);
+  const bool inference = base && !counts_writes && const_cast<ShardTensorImpl*>(base)->is_inference();
+  if (counts_writes || inference) {
     auto storage = moved ? null_storage(local, sizes) : base->storage();
     impl = c10::make_intrusive<ShardTensorImpl>(
         c10::TensorImpl::VIEW, std::move(local), std::move(layout), std::move(storage), traced, inference);
