@@ -23,8 +23,7 @@ namespace shardtensor::comm {
 //   `peers`, global ranks in ascending order, without this rank. If the callers are not all ranks of the default group, only
 //   peers need to call.
 // - ReduceScatter, only if can_reduce_scatter(): `in` holds this rank's summands of all coordinates' pieces, one after the other;
-// `out`
-//   becomes this rank's piece.
+//   `out` becomes this rank's piece.
 // - Broadcast: `out`, from coordinate `from`.
 // - Scatter: `out` receives this rank's piece of `pieces`, which is read only on coordinate `from`.
 struct Collective {
