@@ -118,6 +118,26 @@ def test_listeners():
 
 
 @on_ranks(2)
+def test_a_handler_comes_before_calls_that_are_cached():
+    x = place(torch.randn(4, 4, dtype=torch.float64), mesh_of((2,)), ("S(0)",), "even")
+    other, aten = x + 1.0, torch.ops.aten
+    calls = {
+        aten.add.Tensor: lambda: x + x,
+        aten.mul.Tensor: lambda: x * 2.0,
+        aten.mm.default: lambda: torch.mm(x, x),
+        aten.detach.default: lambda: x.detach(),
+        aten.cat.default: lambda: torch.cat([x, x]),
+        aten._softmax.default: lambda: x.softmax(1),
+    }
+    for op, call in calls.items():
+        before = [call() for _ in range(3)][-1]
+        ShardTensor.register_dispatch_handler(op, lambda *args, **kwargs: other)
+        got = call()
+        _handlers.unregister_handler(op)
+        assert got.full_tensor().equal(other.full_tensor()) and call().full_tensor().equal(before.full_tensor()), op
+
+
+@on_ranks(2)
 def test_stock_and_ours_mix():
     mesh = mesh_of((dist.get_world_size(),))
     a, b = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
