@@ -338,6 +338,7 @@ def test_models_that_were_wrapped_before_train_as_before():
 import copy
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+torch.manual_seed(0)
 plain = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
 models = [plain, fully_shard(copy.deepcopy(plain), mesh=mesh), DistributedDataParallel(copy.deepcopy(plain))]
 optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
